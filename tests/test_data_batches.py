@@ -1,0 +1,131 @@
+"""Batches: random ones that a resumed run sees again, and ordered ones that cover a text exactly once."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinygrad_tf.data import BatchSampler, CorpusError, evaluation_batches
+
+IDS = np.arange(1000, 1100)
+
+
+def draw(sampler, steps):
+    return [sampler.next() for _ in range(steps)]
+
+
+def assert_same(batches, others):
+    np.testing.assert_array_equal(np.array(batches), np.array(others))
+
+
+def test_a_batch_is_windows_of_the_text_and_targets_are_one_further():
+    inputs, targets = BatchSampler(IDS.astype(np.int32), context=8, batch_size=5, seed=1).next()
+    assert inputs.shape == targets.shape == (5, 8) and inputs.dtype == targets.dtype == np.int64
+    assert (np.diff(inputs) == 1).all() and (targets == inputs + 1).all()
+
+
+def test_every_place_is_drawn_even_the_first_and_the_last():
+    sampler = BatchSampler(IDS[:5], context=2, batch_size=50, seed=0)
+    assert set(sampler.next()[0][:, 0].tolist()) == {1000, 1001, 1002}
+
+
+def test_the_shortest_text_has_one_window():
+    inputs, targets = BatchSampler(IDS[:9], context=8, batch_size=3).next()
+    assert inputs.tolist() == [IDS[:8].tolist()] * 3 and targets.tolist() == [IDS[1:9].tolist()] * 3
+
+
+def test_batches_are_copies():
+    ids = IDS.copy()
+    inputs, targets = BatchSampler(ids, context=8, batch_size=5).next()
+    for other in (ids, targets):
+        assert not np.shares_memory(inputs, other)
+    for inputs, targets in evaluation_batches(ids, 8, 5):
+        assert not np.shares_memory(inputs, targets) and not np.shares_memory(inputs, ids)
+
+
+@pytest.mark.parametrize("seed", [0, 3, -1, 2**63])
+def test_one_seed_gives_one_sequence(seed):
+    one, same, other = (draw(BatchSampler(IDS, 8, 5, s), 4) for s in (seed, seed, seed + 1))
+    assert_same(one, same)
+    assert not np.array_equal(one, other)
+
+
+@given(st.integers(0, 6), st.integers(1, 7))
+def test_a_resumed_run_sees_exactly_the_same_batches(before, batch_size):
+    sampler = BatchSampler(IDS, 8, batch_size, seed=4)
+    draw(sampler, before)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    expected = draw(sampler, 5)
+    resumed = BatchSampler(IDS, 8, batch_size, seed=99)
+    resumed.load_state_dict(state)
+    assert_same(draw(resumed, 5), expected)
+
+
+def test_a_state_is_a_copy():
+    sampler = BatchSampler(IDS, 8, 5)
+    state = sampler.state_dict()
+    kept = json.dumps(state)
+    draw(sampler, 3)
+    assert json.dumps(state) == kept
+
+
+@pytest.mark.parametrize(
+    "name, sampler",
+    [
+        ("tokens", BatchSampler(IDS[:50], 8, 5)),
+        ("context", BatchSampler(IDS, 9, 5)),
+        ("batch_size", BatchSampler(IDS, 8, 6)),
+    ],
+)
+def test_a_state_of_another_run_is_refused(name, sampler):
+    with pytest.raises(ValueError, match=f"{name} is .* here, but .* in the saved state"):
+        sampler.load_state_dict(BatchSampler(IDS, 8, 5).state_dict())
+
+
+@pytest.mark.parametrize(
+    "rng", [None, {}, {"bit_generator": "MT19937"}, {"bit_generator": "PCG64", "state": {"state": -1}}]
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(rng):
+    sampler, twin = BatchSampler(IDS, 8, 5), BatchSampler(IDS, 8, 5)
+    with pytest.raises(ValueError, match="damaged"):
+        sampler.load_state_dict(sampler.state_dict() | {"rng": rng})
+    assert_same(draw(sampler, 2), draw(twin, 2))
+
+
+@given(st.integers(2, 60), st.integers(1, 70), st.integers(1, 5))
+def test_evaluation_covers_every_token_exactly_once(length, context, batch_size):
+    ids = IDS[:length]
+    batches = list(evaluation_batches(ids, context, batch_size))
+    np.testing.assert_array_equal(np.concatenate([targets.ravel() for _, targets in batches]), ids[1:])
+    for inputs, targets in batches:
+        assert inputs.shape == targets.shape and inputs.dtype == targets.dtype == np.int64
+        assert (targets == inputs + 1).all()
+    for inputs, _ in batches[:-1]:
+        assert inputs.shape[1] == context and inputs.shape[0] <= batch_size
+    assert batches[-1][0].shape[0] == 1 or batches[-1][0].shape[1] == context
+
+
+def test_evaluation_shapes():
+    shapes = [inputs.shape for inputs, _ in evaluation_batches(IDS[:24], context=4, batch_size=2)]
+    assert shapes == [(2, 4), (2, 4), (1, 4), (1, 3)]
+
+
+def test_texts_that_are_too_short_name_the_lengths_and_the_fix():
+    with pytest.raises(CorpusError, match="training text has 8 tokens.*context of 8 needs at least 9.*at most 7"):
+        BatchSampler(IDS[:8], 8, 5)
+    with pytest.raises(CorpusError, match="held-out text has 1 tokens.*at least 2"):
+        evaluation_batches(IDS[:1], 8, 5)
+
+
+@pytest.mark.parametrize("make", [BatchSampler, evaluation_batches])
+def test_sizes_that_make_no_batch_are_refused_at_once(make):
+    for context, batch_size, name in ((0, 5, "context"), (-1, 5, "context"), (8, 0, "batch_size")):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            make(IDS, context, batch_size)
+    for context, batch_size in ((8.0, 5), (8, 5.0)):
+        with pytest.raises(TypeError):
+            make(IDS, context, batch_size)
+    with pytest.raises(TypeError, match="token ids must be integers"):
+        make(IDS.astype(np.float32), 8, 5)

@@ -1,0 +1,159 @@
+"""Characters to ids and back: nothing is lost, nothing changes its meaning between two runs."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinygrad_tf.data import SPECIAL_TOKENS, CharTokenizer
+
+any_text = st.text(min_size=1)
+TEXT = "hello, wörld 🙂\n<pad>"
+
+
+def test_ids_are_special_tokens_then_sorted_characters():
+    tokenizer = CharTokenizer.from_text("cab")
+    assert SPECIAL_TOKENS == ("<pad>", "<bos>", "<eos>", "<unk>")
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id) == (0, 1, 2, 3)
+    assert tokenizer.characters == "abc" and tokenizer.vocab_size == 7
+    ids = tokenizer.encode("abcz")
+    assert ids.dtype == np.int64 and ids.tolist() == [4, 5, 6, 3]
+
+
+@given(any_text, st.data())
+def test_round_trip_of_any_text_made_of_known_characters(corpus, data):
+    tokenizer = CharTokenizer.from_text(corpus)
+    text = data.draw(st.text(st.sampled_from(tokenizer.characters)))
+    ids = tokenizer.encode(text, errors="strict")
+    assert len(ids) == len(text) and tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+@given(any_text, any_text)
+def test_encode_agrees_with_a_dictionary(corpus, text):
+    tokenizer = CharTokenizer.from_text(corpus)
+    table = {character: i for i, character in enumerate(tokenizer.tokens)}
+    assert tokenizer.encode(text).tolist() == [table.get(character, tokenizer.unk_id) for character in text]
+
+
+def test_special_tokens_in_a_text_are_never_matched():
+    text = "<pad><bos><eos><unk>"
+    ids = CharTokenizer.from_text(text).encode(text)
+    assert len(ids) == len(text) and ids.min() >= len(SPECIAL_TOKENS)
+
+
+def test_decode_leaves_special_tokens_out_or_writes_their_names():
+    tokenizer = CharTokenizer.from_text("ab")
+    assert tokenizer.decode([1, 4, 3, 5, 2, 0]) == "ab"
+    assert tokenizer.decode([1, 4, 3, 5, 2, 0], skip_special=False) == "<bos>a<unk>b<eos><pad>"
+    assert tokenizer.decode([]) == "" and tokenizer.decode(np.array([4], dtype=np.uint8)) == "a"
+
+
+@pytest.mark.parametrize("ids", [[4, -1], [7], [2**40], np.array([2**63], dtype=np.uint64)])
+def test_decode_refuses_ids_outside_the_vocabulary(ids):
+    with pytest.raises(IndexError, match="outside the vocabulary, whose ids are 0 to 6"):
+        CharTokenizer.from_text("abc").decode(ids)
+
+
+@pytest.mark.parametrize("ids, error", [([4.0], TypeError), ([True], TypeError), ([[4]], ValueError), (4, ValueError)])
+def test_decode_refuses_what_is_no_row_of_integers(ids, error):
+    with pytest.raises(error, match="token ids must"):
+        CharTokenizer.from_text("abc").decode(ids)
+
+
+def test_strict_names_the_character_and_its_position():
+    with pytest.raises(ValueError, match="'é' at position 3"):
+        CharTokenizer.from_text("abc").encode("abcé!", errors="strict")
+    with pytest.raises(ValueError, match="errors must be"):
+        CharTokenizer.from_text("abc").encode("abc", errors="ignore")
+
+
+@pytest.mark.parametrize("use", [CharTokenizer.from_text, CharTokenizer, CharTokenizer.from_text("ab").encode])
+def test_lone_surrogates_and_other_types_are_refused(use):
+    with pytest.raises(ValueError, match=r"lone surrogate '\\udc80', at position 1"):
+        use("a\udc80")
+    with pytest.raises(TypeError, match="must be a str, got bytes"):
+        use(b"ab")
+
+
+@pytest.mark.parametrize("characters", ["", "ba", "aa"])
+def test_the_characters_must_be_sorted_and_each_stand_once(characters):
+    with pytest.raises(ValueError, match="CharTokenizer: "):
+        CharTokenizer(characters)
+
+
+@given(any_text)
+def test_json_and_back(corpus):
+    tokenizer = CharTokenizer.from_text(corpus)
+    again = CharTokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    assert again == tokenizer and hash(again) == hash(tokenizer) and again.fingerprint == tokenizer.fingerprint
+
+
+def test_equality_fingerprint_and_repr():
+    one, same, other = (CharTokenizer.from_text(text) for text in ("ab", "bab", "abc"))
+    assert one == same and one != other and one != "ab"
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    # Checkpoints hold it, so it must never change: the SHA-256 of
+    # {"characters": "ab", "special_tokens": ["<pad>", "<bos>", "<eos>", "<unk>"], "type": "char"}
+    assert one.fingerprint == "f480fc7fae831df4cad89f557de74a785951553fde316d04a909d9a7888d3517"
+    assert repr(one) == "CharTokenizer(vocab_size=6, characters='ab')"
+
+
+GOOD = CharTokenizer.from_text("ab").to_dict()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        [],
+        {},
+        GOOD | {"type": "bpe"},
+        GOOD | {"characters": ["a", "b"]},
+        GOOD | {"characters": "ba"},
+        GOOD | {"characters": "a\ud800"},
+        GOOD | {"special_tokens": ["<bos>", "<pad>", "<eos>", "<unk>"]},
+        {"type": "char", "characters": "ab"},
+    ],
+)
+def test_from_dict_and_load_refuse_anything_else(tmp_path, content):
+    with pytest.raises(ValueError):
+        CharTokenizer.from_dict(content)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="tokenizer.json is no tokenizer file"):
+        CharTokenizer.load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"])
+def test_load_refuses_what_is_no_json(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="tokenizer.json is no tokenizer file"):
+        CharTokenizer.load(path)
+    with pytest.raises(FileNotFoundError):
+        CharTokenizer.load(tmp_path / "none.json")
+
+
+def test_save_replaces_the_file_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    for text in (TEXT, TEXT + "é"):
+        CharTokenizer.from_text(text).save(path)
+        assert CharTokenizer.load(path) == CharTokenizer.from_text(text)
+    assert os.listdir(tmp_path) == ["tokenizer.json"]
+
+
+def test_a_save_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    CharTokenizer.from_text("ab").save(path)
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        CharTokenizer.from_text("xyz").save(path)
+    assert CharTokenizer.load(path) == CharTokenizer.from_text("ab") and os.listdir(tmp_path) == ["tokenizer.json"]

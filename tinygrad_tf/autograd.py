@@ -1,0 +1,428 @@
+"""The engine: `Function` is one differentiable operation, `backward` walks the graph that its instances form.
+
+An operation is a class with a `forward` (arrays in, one array out) directly above its `backward` (the gradient of the
+output in, one gradient per tensor argument out). `Op.apply(...)` runs it on tensors; the instance is then the node of
+the graph, and holds what backward needs in `self.saved`. A node knows the nodes before it and never its own output
+tensor, so that a graph dies by reference counting alone.
+
+What all operations share is here and not in them: sums over broadcast axes, casts to the operand's dtype, skipping
+gradients that nobody wants, checks, and the order of the walk.
+"""
+import contextlib
+import functools
+import heapq
+import inspect
+import itertools
+import os
+import sys
+import threading
+import weakref
+
+from .backend import array_module, check_one_device, owner, sum_to
+
+Tensor = None                                   # set by register_tensor: the engine imports nothing below itself
+
+
+def register_tensor(cls):
+    """tensor.py hands its class to the engine."""
+    global Tensor
+    Tensor = cls
+    return cls
+
+
+# --- grad mode: one flag a thread ---------------------------------------------------------------------------------
+
+class _Mode(threading.local):
+    def __init__(self):
+        self.enabled, self.before = True, []    # `before`: the modes to return to, one for each open context
+
+
+_mode = _Mode()
+
+
+def is_grad_enabled():
+    return _mode.enabled
+
+
+class set_grad_enabled:
+    """Switches recording on or off: at once and for good, or, as a `with` block, until the block ends."""
+
+    def __init__(self, mode):
+        self.mode, self.before = bool(mode), _mode.enabled
+        _mode.enabled = self.mode
+
+    def __enter__(self):
+        _mode.enabled = self.mode
+        return self
+
+    def __exit__(self, *error):
+        _mode.enabled = self.before
+
+
+class _GradMode(contextlib.ContextDecorator):
+    """A context manager and decorator, for functions and generators; one object may be entered many times."""
+
+    def __new__(cls, function=None):            # `@no_grad` without parentheses decorates too
+        self = super().__new__(cls)
+        return self if function is None else self(function)
+
+    def __enter__(self):
+        _mode.before.append(_mode.enabled)
+        _mode.enabled = self.mode
+
+    def __exit__(self, *error):
+        _mode.enabled = _mode.before.pop()
+
+    def __call__(self, function):
+        if inspect.isgeneratorfunction(function):
+            return self._generator(function)
+
+        @functools.wraps(function)
+        def inner(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+        return inner
+
+    def _generator(self, function):
+        """The mode holds while the generator's body runs, and not in the caller between two values."""
+        @functools.wraps(function)
+        def inner(*args, **kwargs):
+            body, step, value = function(*args, **kwargs), "send", None
+            try:
+                while True:
+                    with type(self)():
+                        item = getattr(body, step)(value)
+                    try:
+                        step, value = "send", (yield item)
+                    except GeneratorExit:
+                        raise
+                    except BaseException as error:
+                        step, value = "throw", error
+            except StopIteration as end:
+                return end.value
+            finally:
+                with type(self)():
+                    body.close()
+        return inner
+
+
+class no_grad(_GradMode):
+    """Inside, operations are not recorded: no graph, no saved arrays. Also a decorator."""
+    mode = False
+
+
+class enable_grad(_GradMode):
+    """Inside, operations are recorded again, also within `no_grad`. Also a decorator."""
+    mode = True
+
+
+# --- one operation = one node -------------------------------------------------------------------------------------
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_next_id = itertools.count().__next__
+_RELEASED = object()                            # what `saved` becomes once backward has used it
+
+
+def _user_line():
+    """(file, line) of the nearest caller outside this package. Not a frame: a frame would keep its variables alive."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<library>", 0)
+
+
+class Function:
+    """A differentiable operation. Subclasses define
+
+        forward(self, *args)   arrays where tensors were passed, everything else as it is; returns one array;
+                               keeps what backward needs in `self.saved` (one array or a tuple)
+        backward(self, dy)     returns the gradient of each tensor argument in order (None where there is none);
+                               `self.needs[i]` says whether argument i wants one
+
+    `Function.registry` holds every operation by name: the tests walk it, so that none goes unchecked.
+    """
+    __slots__ = ("saved", "inputs", "needs", "id", "shape", "dtype", "guards", "line", "retained", "hooks",
+                 "__weakref__", "__dict__")
+    registry = {}
+
+    def __init_subclass__(cls):
+        Function.registry[cls.__name__] = cls
+
+    @classmethod
+    def apply(cls, *args):
+        """Runs forward on the arrays of `args` and returns a Tensor, recorded when grad mode and the inputs ask for it."""
+        node = cls()
+        node.saved = None
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        arrays = [a.array if isinstance(a, Tensor) else a for a in args]
+        _check_inputs(cls.__name__, args, tensors)
+        record = _mode.enabled
+        node.needs = [record and isinstance(a, Tensor) and a.requires_grad for a in args]
+        out = node.forward(*arrays)
+        if type(out) is not type(tensors[0].array):         # NumPy turns 0-d results into scalars
+            out = _as_output(cls.__name__, out, tensors[0].array)
+        version = _version_of(out, tensors)
+        if True not in node.needs or out.dtype.kind != "f":
+            return Tensor._wrap(out, None, version)
+        node._record(args, tensors, out, version)
+        return Tensor._wrap(out, node, version)
+
+    def _record(self, args, tensors, out, version):
+        self.inputs = [(a.node or a) if need else None for a, need in zip(args, self.needs)]
+        self.id, self.line = _next_id(), _user_line()
+        self.shape, self.dtype = out.shape, out.dtype
+        self.retained = self.hooks = None
+        self.guards = _guards(self.saved, tensors, out, version)
+
+    def forward(self, *args):
+        raise TypeError(f"{type(self).__name__} defines no forward")
+
+    def backward(self, dy):
+        raise TypeError(f"{type(self).__name__} defines no backward")
+
+    @property
+    def name(self):
+        return type(self).__name__
+
+    def __repr__(self):
+        return f"<{self.name}Backward>"
+
+
+def _as_output(op, out, like):
+    """What forward returned, as an array."""
+    if not hasattr(out, "dtype") or isinstance(out, Tensor):
+        raise TypeError(f"{op}: forward must return an array, got {type(out).__name__}; is a `return` missing?")
+    return array_module(like).asarray(out)
+
+
+def _check_inputs(op, args, tensors):
+    """Raises for a call without a tensor, for tensors of several devices, and for tensors whose history is out of date."""
+    if not tensors:
+        raise TypeError(f"{op}: expected a Tensor, got {', '.join(type(a).__name__ for a in args) or 'nothing'}; "
+                        f"make one with tinygrad_tf.tensor(...)")
+    if len(tensors) > 1:
+        check_one_device(op, [t.array for t in tensors])
+    if _mode.enabled:
+        for t in tensors:
+            t.check_history()
+
+
+class Version:
+    """Counts in-place writes to one piece of memory; shared by every tensor that views it.
+
+    `writes` counts all of them, `recorded` those that became part of a graph: what other tensors of this memory know of
+    their own history is no longer true after such a write.
+    """
+    __slots__ = ("writes", "recorded", "__weakref__")
+
+    def __init__(self):
+        self.writes = self.recorded = 0
+
+
+def _version_of(out, tensors):
+    """The counter of the memory of `out`: that of the input it is a view of, else a new one."""
+    if out.base is not None or any(out is t.array for t in tensors):
+        mine = owner(out)
+        for t in tensors:
+            if owner(t.array) is mine:
+                return t.version
+    return Version()
+
+
+def _guards(saved, tensors, out, version):
+    """(counter, value now) for each saved array that lies in the memory of an input or of the output."""
+    if saved is None:
+        return ()
+    known = {id(owner(t.array)): t.version for t in tensors}
+    known[id(owner(out))] = version
+    guards = []
+    for array in saved if isinstance(saved, tuple) else (saved,):
+        counter = known.get(id(owner(array))) if hasattr(array, "base") else None
+        if counter is not None:
+            guards.append((counter, counter.writes))
+    return guards
+
+
+def constant(array):
+    """A tensor without history around an array: what comparisons, argmax, … return."""
+    return Tensor._wrap(array if array.ndim else array_module(array).asarray(array), None, Version())
+
+
+def array_of(x):
+    """The array of a tensor; anything else as it is."""
+    return x.array if isinstance(x, Tensor) else x
+
+
+# --- the walk -----------------------------------------------------------------------------------------------------
+
+def backward(root, gradient=None, retain_graph=False):
+    """Adds d(root · gradient)/d(leaf) to `.grad` of every leaf below `root`.
+
+    Nodes are numbered as they are made, so an input's number is always smaller than its user's: taking the largest
+    number first visits every node after all of its users. The walk keeps a heap and no recursion.
+    """
+    dy = _root_gradient(root, gradient)
+    if root.node is None:
+        return _accumulate(root, dy, owned=False)
+    root.check_history()
+    hooked = {}                                             # leaves with hooks: these want to see the whole gradient
+    waiting = {root.node.id: [root.node, dy, False]}        # id → node, its gradient so far, may we write into that?
+    heap = [-root.node.id]
+    while heap:
+        node, dy, _ = waiting.pop(-heapq.heappop(heap))
+        gradients = node_backward(node, dy)
+        saved = node.saved
+        for source, g in zip(node.inputs, gradients):
+            if source is None or g is None:
+                continue
+            if isinstance(source, Tensor):
+                if source.hooks:
+                    _wait(hooked, id(source), source, g)
+                else:
+                    _accumulate(source, g, owned=_is_fresh(g, dy, gradients, saved))
+            elif _wait(waiting, source.id, source, g):
+                heapq.heappush(heap, -source.id)
+        if not retain_graph and saved is not None:
+            node.saved = _RELEASED
+    for leaf, g, _ in hooked.values():
+        _accumulate(leaf, g, owned=False)
+
+
+def _root_gradient(root, gradient):
+    """The upstream gradient of the root as an array: ones for a single number, else what the caller gave."""
+    if not root.requires_grad:
+        raise RuntimeError("backward: this tensor does not require grad and has no graph; build it from a tensor made "
+                           "with requires_grad=True, outside no_grad()")
+    xp = array_module(root.array)
+    if gradient is None:
+        if root.array.size != 1:
+            raise RuntimeError(f"backward: grad can be implicitly created only for scalar outputs, this tensor has shape "
+                               f"{tuple(root.shape)}; reduce it (.sum(), .mean()) or pass backward(gradient)")
+        return xp.ones_like(root.array)
+    if not isinstance(gradient, Tensor):
+        raise TypeError(f"backward: gradient must be a Tensor or None, got {type(gradient).__name__}")
+    if gradient.array.shape != root.array.shape:
+        raise RuntimeError(f"backward: gradient has shape {tuple(gradient.shape)} but the tensor has shape "
+                           f"{tuple(root.shape)}; they must be equal")
+    check_one_device("backward", [root.array, gradient.array])
+    return gradient.array.astype(root.array.dtype, copy=False)
+
+
+def node_backward(node, dy):
+    """The gradients of one node's inputs, each summed to its input's shape and cast to its dtype."""
+    if node.saved is _RELEASED:
+        raise RuntimeError(f"backward through {_where(node)} a second time: what it saved was freed by the first call; "
+                           f"run the forward pass again, or call the first backward with retain_graph=True")
+    for counter, value in node.guards:
+        if counter.writes != value:
+            raise RuntimeError(f"backward through {_where(node)}: an array that it needs was modified by an inplace operation "
+                               f"after the forward pass ({counter.writes - value} write(s)); write to a .clone() instead")
+    if node.hooks or node.retained:
+        dy = _show(node, dy)
+    try:
+        gradients = node.backward(dy)
+    except Exception as error:
+        raise _told(error, f"backward of {_where(node)} failed: {error}") from error
+    if not isinstance(gradients, tuple):
+        gradients = (gradients,)
+    if len(gradients) > len(node.inputs):
+        raise RuntimeError(f"backward of {_where(node)} returned {len(gradients)} gradients for {len(node.inputs)} arguments")
+    return tuple([None if source is None or g is None else _fit(node, source, g)
+                  for source, g in itertools.zip_longest(node.inputs, gradients)])
+
+
+def _fit(node, source, g):
+    """A gradient in the shape and dtype of the input it belongs to."""
+    shape, wanted = (source.array.shape, source.array.dtype) if isinstance(source, Tensor) else (source.shape, source.dtype)
+    if not hasattr(g, "dtype") or isinstance(g, Tensor):
+        raise TypeError(f"backward of {_where(node)} returned a {type(g).__name__} as a gradient; it must return arrays, in a tuple "
+                        f"where there are several, and None where there is none")
+    if g.shape != shape:
+        if g.ndim >= len(shape):
+            with contextlib.suppress(ValueError):
+                g = sum_to(g, shape)
+        if g.shape != shape:
+            raise RuntimeError(f"backward of {_where(node)} returned a gradient of shape {g.shape} for an input of shape {shape}")
+    if g.dtype != wanted:
+        if g.dtype.kind != "f":
+            raise RuntimeError(f"backward of {_where(node)} returned a gradient of dtype {g.dtype}, expected a float type")
+        g = g.astype(wanted)
+    return g
+
+
+def _is_fresh(g, dy, gradients, saved):
+    """True when nothing else holds this memory: it is neither a view, nor dy, nor saved, nor part of another gradient."""
+    saved = saved if isinstance(saved, tuple) else (saved,)
+    return (g.base is None and g is not dy and not any(g is s for s in saved)
+            and sum(g is other or g is owner(other) for other in gradients) == 1)
+
+
+def _wait(waiting, key, source, g):
+    """Adds to what waits for `source`; True for the first gradient. Only a sum made here is written in place, all else may be shared."""
+    entry = waiting.get(key)
+    if entry is None:
+        waiting[key] = [source, g, False]
+        return True
+    if entry[2]:
+        entry[1] += g
+    else:
+        entry[1], entry[2] = array_module(g).asarray(entry[1] + g), True
+    return False
+
+
+def _accumulate(leaf, g, owned):
+    """Adds to `leaf.grad`. The first gradient is stored, without a copy when nobody else holds it."""
+    for hook in leaf.hooks or ():
+        changed = hook(constant(g))
+        g, owned = (g, False) if changed is None else (changed.array, False)
+    if leaf.grad is None:
+        leaf.grad = constant(g if owned else g.copy())
+    else:
+        leaf.grad.array += g
+        leaf.grad.version.writes += 1
+
+
+def _show(node, dy):
+    """Runs the hooks of a non-leaf tensor and keeps its gradient where `retain_grad` asked for it."""
+    for hook in node.hooks or ():
+        changed = hook(constant(dy))
+        dy = dy if changed is None else changed.array
+    tensor = node.retained() if node.retained else None
+    if tensor is not None:
+        _accumulate(tensor, dy, owned=False)
+    return dy
+
+
+class RemovableHook:
+    """What `register_hook` returns: `remove()` takes the hook off again; also a `with` block."""
+
+    def __init__(self, holder, hook):
+        self.holder, self.hook = weakref.ref(holder), hook
+
+    def remove(self):
+        holder = self.holder()
+        if holder is not None and holder.hooks:
+            holder.hooks = [h for h in holder.hooks if h is not self.hook]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.remove()
+
+
+def retain(tensor):
+    """From now on backward also fills `.grad` of this non-leaf tensor. The node holds it weakly."""
+    tensor.node.retained = weakref.ref(tensor)
+
+
+def _where(node):
+    return f"{node.name} (called at {node.line[0]}:{node.line[1]})"
+
+
+def _told(error, message):
+    """The same kind of error with a message that says where; types that cannot be made from one string become RuntimeError."""
+    try:
+        return type(error)(message)
+    except Exception:
+        return RuntimeError(message)

@@ -1,0 +1,143 @@
+"""Text to token ids and back."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+
+class CharTokenizer:
+    """One token per character.    ids 0 to 3: <pad> <bos> <eos> <unk>;  then the characters in order of code point
+
+    Special tokens are ids, never text: the five letters "<pad>" in a text are five characters. (guide 15.1)
+    """
+
+    pad_id, bos_id, eos_id, unk_id = range(len(SPECIAL_TOKENS))
+
+    def __init__(self, characters):
+        """characters: str, each once, in ascending order (`from_text` sorts). Raises TypeError, ValueError."""
+        self.code_points = code_points(characters)
+        if len(characters) == 0:
+            raise ValueError("CharTokenizer: there are no characters; build it from a text that is not empty")
+        if not (self.code_points[:-1] < self.code_points[1:]).all():
+            raise ValueError("CharTokenizer: characters must be sorted, each once; use CharTokenizer.from_text")
+        self.characters = characters
+        self.tokens = (*SPECIAL_TOKENS, *characters)
+
+    @classmethod
+    def from_text(cls, text):
+        """The tokenizer of every character that occurs in `text`."""
+        code_points(text)
+        return cls("".join(sorted(set(text))))
+
+    @property
+    def vocab_size(self):
+        return len(self.tokens)
+
+    def encode(self, text, errors="unk"):
+        """text: str of N characters -> int64 ids [N].
+
+        A character outside the vocabulary becomes `unk_id`, or raises ValueError with errors="strict".
+        """
+        if errors not in ("unk", "strict"):
+            raise ValueError(f'CharTokenizer.encode: errors must be "unk" or "strict", got {errors!r}')
+        codes = code_points(text)
+        rank = np.searchsorted(self.code_points, codes).clip(max=len(self.code_points) - 1)
+        known = self.code_points[rank] == codes
+        if errors == "strict" and not known.all():
+            position = int(np.argmin(known))
+            raise ValueError(
+                f"CharTokenizer.encode: the character {text[position]!r} at position {position} is not among the "
+                f'{len(self.characters)} that this tokenizer knows; pass errors="unk" to encode it as <unk>'
+            )
+        return np.where(known, rank + len(SPECIAL_TOKENS), self.unk_id)
+
+    def decode(self, ids, skip_special=True):
+        """ids: integers [N] -> str; special tokens are left out, or written by name with skip_special=False.
+
+        Raises TypeError for ids that are no integers, IndexError for ids outside 0 to vocab_size - 1.
+        """
+        ids = as_ids(ids, self.vocab_size)
+        if skip_special:
+            ids = ids[ids >= len(SPECIAL_TOKENS)]
+        return "".join([self.tokens[i] for i in ids.tolist()])
+
+    def to_dict(self):
+        return {"type": "char", "special_tokens": list(SPECIAL_TOKENS), "characters": self.characters}
+
+    @classmethod
+    def from_dict(cls, content):
+        """The inverse of `to_dict`. Raises ValueError for anything else, so that ids never change their meaning."""
+        known = isinstance(content, dict) and content.get("type") == "char"
+        if not known or not isinstance(content.get("characters"), str):
+            raise ValueError(
+                'CharTokenizer.from_dict: expected {"type": "char", "special_tokens": [...], "characters": "..."}'
+            )
+        if content.get("special_tokens") != list(SPECIAL_TOKENS):
+            raise ValueError(
+                f"CharTokenizer.from_dict: special_tokens must be {list(SPECIAL_TOKENS)} in this order, "
+                f"got {content.get('special_tokens')!r}"
+            )
+        return cls(content["characters"])
+
+    @property
+    def fingerprint(self):
+        """SHA-256 of the whole vocabulary, in hex: models and texts belong together if and only if theirs agree."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode("ascii")).hexdigest()
+
+    def save(self, path):
+        """Writes JSON; a file of that name is replaced in one step, so that no reader meets half a tokenizer."""
+        path = Path(path)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+        try:
+            unfinished.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="ascii")
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path):
+        """The tokenizer that `save` wrote. Raises FileNotFoundError, or ValueError naming the file."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path} is no tokenizer file: {error}") from error
+
+    def __eq__(self, other):
+        return self.characters == other.characters if isinstance(other, CharTokenizer) else NotImplemented
+
+    def __hash__(self):
+        return hash(self.characters)
+
+    def __repr__(self):
+        return f"CharTokenizer(vocab_size={self.vocab_size}, characters={self.characters!r})"
+
+
+def code_points(text):
+    """text: str of N characters -> uint32 code points [N]. Raises TypeError, and ValueError for lone surrogates."""
+    if not isinstance(text, str):
+        raise TypeError(f"a text must be a str, got {type(text).__name__}")
+    try:
+        return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has half a character, the lone surrogate {text[error.start]!r}, at position {error.start}: "
+            f"read it as UTF-8 without errors='surrogateescape'"
+        ) from None
+
+
+def as_ids(ids, vocab_size=None):
+    """ids: integers [N] -> int64 array [N]. Raises TypeError, ValueError; IndexError outside 0 to vocab_size - 1."""
+    ids = np.asarray(ids)
+    if ids.ndim != 1:
+        raise ValueError(f"token ids must have one axis [N], got the shape {ids.shape}; pass one row at a time")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"token ids must be integers, got {ids.dtype}")
+    if vocab_size is not None and ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise IndexError(f"token id {wrong} is outside the vocabulary, whose ids are 0 to {vocab_size - 1}")
+    return ids.astype(np.int64, copy=False)

@@ -1,0 +1,118 @@
+"""Data types under PyTorch's names, and PyTorch's promotion rules.
+
+NumPy's rules differ where it hurts: there int64 * 0.5 is float64, and a float64 scalar widens a float32 array.
+Here a result takes the highest *category* among the operands (bool < integer < float), and within that category
+the widest dtype among the operands of the highest *priority*: tensors with dimensions, then 0-d tensors, then
+Python or NumPy scalars. A scalar that raises the category brings the default dtype with it (float32, int64).
+"""
+import numbers
+
+import numpy as np
+
+
+class dtype:
+    """One element type; prints as PyTorch's does. `numpy` is the NumPy dtype behind it."""
+
+    __slots__ = ("name", "numpy")
+
+    def __init__(self, name, numpy_dtype):
+        self.name, self.numpy = name, np.dtype(numpy_dtype)
+
+    is_floating_point = property(lambda self: self.numpy.kind == "f")
+    is_complex = property(lambda self: self.numpy.kind == "c")
+    itemsize = property(lambda self: self.numpy.itemsize)
+
+    def __repr__(self):
+        return f"torch.{self.name}"
+
+    def __reduce__(self):                       # one object per type, also after pickling or deepcopy
+        return (globals().__getitem__, (self.name,)) if self.name in globals() else (dtype, (self.name, self.numpy))
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+bool_ = dtype("bool", np.bool_)
+uint8 = dtype("uint8", np.uint8)
+int8 = dtype("int8", np.int8)
+int16 = short = dtype("int16", np.int16)
+int32 = int_ = dtype("int32", np.int32)
+int64 = long = dtype("int64", np.int64)
+float16 = half = dtype("float16", np.float16)
+float32 = float_ = dtype("float32", np.float32)
+float64 = double = dtype("float64", np.float64)
+
+DTYPES = (bool_, uint8, int8, int16, int32, int64, float16, float32, float64)
+_OURS = {d.numpy: d for d in DTYPES}
+_CATEGORY = {"b": 0, "i": 1, "u": 1, "f": 2}
+
+_default = float32
+
+
+def get_default_dtype():
+    return _default
+
+
+def set_default_dtype(d):
+    """The dtype of float literals, of `randn`, `zeros`, … and of int / int. Float types only."""
+    global _default
+    d = as_dtype(d)
+    if not d.is_floating_point:
+        raise TypeError(f"set_default_dtype: only floating-point types are supported as the default type, got {d}")
+    _default = d
+
+
+def as_dtype(d):
+    """A `dtype` from ours, NumPy's (`np.float32`, `np.dtype`), or Python's (`float` → float32, `int`, `bool`)."""
+    if isinstance(d, dtype):
+        return d
+    if d is float:
+        return _default
+    try:
+        return _OURS[np.dtype(d)]
+    except (TypeError, KeyError):
+        names = ", ".join(t.name for t in DTYPES)
+        raise TypeError(f"dtype {d!r} is not supported; the dtypes are {names}") from None
+
+
+def of_array(array):
+    """The `dtype` of an array's elements."""
+    return _OURS[array.dtype]
+
+
+def numpy_dtype(d):
+    """The NumPy dtype of any name for a dtype; None stays None."""
+    return None if d is None else as_dtype(d).numpy
+
+
+def scalar_dtype(value):
+    """The NumPy dtype that a lone Python or NumPy scalar has as a tensor: bool, int64, or the default float."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool_.numpy
+    if isinstance(value, numbers.Integral):
+        return int64.numpy
+    if isinstance(value, numbers.Real):
+        return _default.numpy
+    raise TypeError(f"expected a tensor or a real number, got {type(value).__name__}")
+
+
+def _wider(a, b):
+    """Of two dtypes the one of the higher category; within a category the one that holds both."""
+    if _CATEGORY[a.kind] != _CATEGORY[b.kind]:
+        return max(a, b, key=lambda d: _CATEGORY[d.kind])
+    return np.promote_types(a, b)
+
+
+def result_type(*operands):
+    """The NumPy dtype of a result by PyTorch's rules. Operands: arrays, Python scalars, NumPy scalars."""
+    best = [None, None, None]                   # widest dtype seen among: dimensioned arrays, 0-d arrays, scalars
+    for x in operands:
+        is_array = hasattr(x, "ndim") and not isinstance(x, np.generic)
+        priority, d = (0 if x.ndim else 1, x.dtype) if is_array else (2, scalar_dtype(x))
+        best[priority] = d if best[priority] is None else _wider(best[priority], d)
+    found = [d for d in best if d is not None]
+    top = max(_CATEGORY[d.kind] for d in found)
+    return next(d for d in found if _CATEGORY[d.kind] == top)

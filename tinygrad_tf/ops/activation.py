@@ -1,0 +1,155 @@
+"""Activations: what stands between the two linear layers of a feed-forward network. Each acts on one element."""
+import math
+
+import numpy as np
+
+from ..autograd import Function
+from ..backend import array_module, at_least_float32
+from ..special import erf as erf_of, polynomial
+from ._rows import require_float
+from .arithmetic import as_float
+
+
+class Relu(Function):
+    """y = max(x, 0).    dx = dy where x > 0, else 0"""
+
+    def forward(self, x):
+        if x.dtype == bool:
+            raise RuntimeError("relu: boolean inputs are not supported; call .float() first")
+        self.saved = y = array_module(x).maximum(x, 0)
+        return y
+
+    def backward(self, dy):
+        return dy * ~(self.saved <= 0)          # not y > 0: a NaN keeps its gradient, as in PyTorch
+
+
+class LeakyRelu(Function):
+    """y = x where x > 0, else slope · x.    dx = dy or slope · dy"""
+
+    def forward(self, x, slope):
+        xp = array_module(x)
+        self.saved, self.slope = require_float("leaky_relu", x), slope
+        return xp.where(x > 0, x, x * slope)
+
+    def backward(self, dy):
+        xp = array_module(dy)
+        return xp.where(self.saved > 0, dy, dy * self.slope)
+
+
+class Erf(Function):
+    """y = erf x.    dx = dy · 2/√π · e^(−x²)"""
+
+    def forward(self, x):
+        self.saved = x = as_float(x)
+        return erf_of(x)
+
+    @np.errstate(over="ignore")
+    def backward(self, dy):
+        x = self.saved
+        return dy * (2 / math.sqrt(math.pi) * array_module(x).exp(-x * x))
+
+
+class Gelu(Function):
+    """y = x · Φ(x),  Φ(x) = (1 + erf(x/√2)) / 2.    dx = dy · (Φ(x) + x · φ(x)),  φ(x) = e^(−x²/2) / √(2π)
+
+    The slope is computed here, while Φ is at hand: cheaper than keeping x and starting again.       (guide 9.2)
+    """
+    @np.errstate(over="ignore", invalid="ignore")
+    def forward(self, x):
+        xp, x32 = array_module(x), at_least_float32(require_float("gelu", x))
+        cdf = erf_of(x32 * math.sqrt(0.5))
+        cdf += 1
+        cdf *= 0.5
+        y = x32 * cdf
+        if self.needs[0]:
+            pdf = xp.exp(x32 * x32 * -0.5)
+            pdf *= 1 / math.sqrt(2 * math.pi)
+            pdf *= x32
+            pdf += cdf
+            self.saved = pdf
+        return y.astype(x.dtype, copy=False)
+
+    def backward(self, dy):
+        slope = self.saved
+        return dy * slope
+
+
+class GeluTanh(Function):
+    """y = x · σ(2u),  u = √(2/π) · (x + 0.044715 x³),  σ(2u) = (1 + tanh u) / 2.       (guide 9.2)
+
+    dx = dy · (σ + 2 u′ · y · (1 − σ)),  u′ = √(2/π) · (1 + 3 · 0.044715 x²)
+    """
+    @np.errstate(over="ignore", invalid="ignore")
+    def forward(self, x):
+        xp, x32 = array_module(x), at_least_float32(require_float("gelu", x))
+        c = math.sqrt(2 / math.pi)
+        square = x32 * x32                      # x³ as a product: float32 x**3 calls pow, 200 times slower
+        u = polynomial(square, (0.044715 * c, c))
+        u *= x32
+        gate = xp.tanh(u)
+        gate += 1
+        gate *= 0.5
+        y = x32 * gate
+        if self.needs[0]:
+            slope = polynomial(square, (6 * 0.044715 * c, 2 * c))
+            slope *= y
+            slope *= 1 - gate
+            slope += gate
+            self.saved = slope
+        return y.astype(x.dtype, copy=False)
+
+    def backward(self, dy):
+        slope = self.saved
+        return dy * slope
+
+
+class Silu(Function):
+    """y = x · σ(x),  σ(x) = 1 / (1 + e⁻ˣ).    dx = dy · (σ + y · (1 − σ))       (guide 10.3)"""
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def forward(self, x):
+        xp, x32 = array_module(x), at_least_float32(require_float("silu", x))
+        gate = xp.exp(-x32)                     # e^large is inf and 1/inf the right 0; tanh would round small σ away
+        gate += 1
+        gate = 1 / gate
+        y = x32 * gate
+        if self.needs[0]:
+            slope = 1 - gate
+            slope *= y
+            slope += gate
+            self.saved = slope
+        return y.astype(x.dtype, copy=False)
+
+    def backward(self, dy):
+        slope = self.saved
+        return dy * slope
+
+
+class Softplus(Function):
+    """y = ln(1 + eˣ) = max(x, 0) + ln(1 + e^(−|x|)), which cannot overflow.    dx = dy · σ(x)"""
+
+    def forward(self, x):
+        xp = array_module(x)
+        self.saved = x = require_float("softplus", x)
+        return xp.maximum(x, 0) + xp.log1p(xp.exp(-abs(x)))
+
+    @np.errstate(over="ignore")
+    def backward(self, dy):
+        x = self.saved
+        return dy / (1 + array_module(x).exp(-x))
+
+
+def relu(input, inplace=False): return input._write(Relu.apply) if inplace else Relu.apply(input)
+def erf(input): return Erf.apply(input)
+def silu(input, inplace=False): return input._write(Silu.apply) if inplace else Silu.apply(input)
+def softplus(input): return Softplus.apply(input)
+
+
+def leaky_relu(input, negative_slope=0.01, inplace=False):
+    return input._write(LeakyRelu.apply, negative_slope) if inplace else LeakyRelu.apply(input, negative_slope)
+
+
+def gelu(input, approximate="none"):
+    if approximate not in ("none", "tanh"):
+        raise RuntimeError(f"gelu: approximate must be 'none' (exact, by erf) or 'tanh', got {approximate!r}")
+    return (Gelu if approximate == "none" else GeluTanh).apply(input)

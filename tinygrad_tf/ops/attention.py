@@ -1,0 +1,263 @@
+"""Scaled dot-product attention: every query takes a weighted mean of the values, weighted by how well their keys match it.
+
+The boolean triangle of `is_causal` and boolean masks become one bias, 0 where a query may look and −inf where not. A
+blocked score is 0 after softmax, but 0 · NaN is NaN: where a result is not finite, it is computed again so that what
+stands in a blocked key or value cannot reach it.
+"""
+import math
+
+import numpy as np
+
+from ..autograd import Function, constant
+from ..backend import array_module, at_least_float32
+from ._rows import dot_along, max_along, sum_along
+from .dropout import draw_keep
+
+
+class Attention(Function):
+    """out = (p · keep) v,  p = softmax(s · q kᵀ + bias).       (guide 4.1; dense: p is kept whole)
+
+    q: [..., Tq, Dh]   k: [..., Tk, Dh]   v: [..., Tk, Dv]   out: [..., Tq, Dv]   bias, keep: None or [..., Tq, Tk]
+
+    dp = keep · (dout vᵀ),  dz = p · (dp − Σ_k dp · p),   dq = s · dz k,  dk = s · dzᵀ q,  dv = (p · keep)ᵀ dout,  dbias = dz
+    """
+    @np.errstate(invalid="ignore", over="ignore")
+    def forward(self, q, k, v, bias, keep, scale):
+        dtype, (q, k, v) = q.dtype, map(at_least_float32, (q, k, v))
+        bias = None if bias is None else at_least_float32(bias)
+        p = weights(q, k, bias, scale)
+        self.saved, self.scale = (q, k, v, p, bias, keep), scale
+        kept = p if keep is None else p * keep
+        out = kept @ v
+        if bias is not None and not _is_finite(out):
+            out = _product(kept, v, _blocked(bias, p))
+        return out.astype(dtype, copy=False)
+
+    @np.errstate(invalid="ignore", over="ignore")
+    def backward(self, dout):
+        bias, p = self.saved[4], self.saved[3]
+        gradients = self._gradients(at_least_float32(dout), None)
+        if bias is not None and not all(g is None or _is_finite(g) for g in gradients):
+            gradients = self._gradients(at_least_float32(dout), _blocked(bias, p))
+        return gradients
+
+    def _gradients(self, dout, blocked):
+        q, k, v, p, _, keep = self.saved
+        dq = dk = dv = None
+        if self.needs[2]:
+            dv = _product(_swap(p if keep is None else p * keep), dout, _swap(blocked))
+        if not (self.needs[0] or self.needs[1] or self.needs[3]):
+            return dq, dk, dv
+        dz = dout @ _swap(v)
+        if keep is not None:
+            dz *= keep
+        if blocked is not None:
+            dz[blocked] = 0
+        dz -= dot_along(dz, p, -1)
+        dz *= p
+        if self.needs[0]:
+            dq = _product(dz, k, blocked)
+            dq *= self.scale
+        if self.needs[1]:
+            dk = _product(_swap(dz), q, _swap(blocked))
+            dk *= self.scale
+        return dq, dk, dv, dz if self.needs[3] else None
+
+
+class AttentionWeights(Function):
+    """p = softmax(s · q kᵀ + bias), zeros in a row that sees nothing.    q: [..., Tq, Dh]   k: [..., Tk, Dh]   p: [..., Tq, Tk]
+
+    dz = p · (dp − Σ_k dp · p),   dq = s · dz k,  dk = s · dzᵀ q,  dbias = dz
+    """
+    @np.errstate(invalid="ignore", over="ignore")
+    def forward(self, q, k, bias, scale):
+        dtype, (q, k) = q.dtype, map(at_least_float32, (q, k))
+        p = weights(q, k, None if bias is None else at_least_float32(bias), scale)
+        self.saved, self.scale = (q, k, p), scale
+        return p.astype(dtype, copy=False)
+
+    @np.errstate(invalid="ignore", over="ignore")
+    def backward(self, dp):
+        q, k, p = self.saved
+        dz = p * (dp - dot_along(at_least_float32(dp), p, -1))
+        return (dz @ k * self.scale if self.needs[0] else None,
+                _swap(dz) @ q * self.scale if self.needs[1] else None, dz)
+
+
+def weights(q, k, bias, scale):
+    """softmax(scale · q kᵀ + bias) in one buffer. A row that sees nothing is zeros, not the NaN of 0/0."""
+    xp = array_module(q)
+    z = (q * scale) @ _swap(k)                  # scaling q costs Tq · Dh products, scaling z Tq · Tk
+    if bias is None:
+        return _softmax(z, max_along(z, -1))
+    z = _add(z, bias)
+    top = max_along(z, -1)
+    blocked = _blocked(bias, z) if xp.isnan(top).any() else None
+    if blocked is not None:                     # NaN − inf is NaN: it may stand in a key that this row must not see
+        z[blocked] = -np.inf
+        top = max_along(z, -1)
+    p = _softmax(z, xp.where(top == -np.inf, 0, top))
+    if blocked is not None:
+        p[blocked] = 0
+    return p
+
+
+def _softmax(z, top):
+    """e^(z − top) / Σ e^(z − top) over the last axis, written over z; 0 where the sum is 0."""
+    xp = array_module(z)
+    z -= top
+    p = xp.exp(z, out=z)
+    total = sum_along(p, -1)
+    p /= xp.where(total == 0, 1, total)
+    return p
+
+
+def _add(z, bias):
+    """z + bias, in place where z has the shape of the result."""
+    if np.broadcast_shapes(z.shape, bias.shape) != z.shape:
+        return z + bias
+    z += bias
+    return z
+
+
+def _product(a, b, blocked):
+    """a @ b. With `blocked`, where a is 0: an element is what its row may see, whatever stands in the rest of b."""
+    if blocked is None:
+        return a @ b
+    xp = array_module(a)
+    finite = xp.isfinite(b)
+    seen = (~blocked).astype(a.dtype) @ (~finite).astype(a.dtype) > 0
+    return xp.where(seen, a @ b, a @ xp.where(finite, b, 0))
+
+
+def _blocked(bias, z):
+    return array_module(z).broadcast_to(bias == -np.inf, z.shape)
+
+
+def _swap(x):
+    """The last two axes exchanged, as a view."""
+    return None if x is None else x.swapaxes(-1, -2)
+
+
+def _is_finite(x):
+    return bool(array_module(x).isfinite(x.sum()))
+
+
+# --- public -----------------------------------------------------------------------------------------------------------
+
+def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """softmax(scale · query keyᵀ + mask) value.    query: [..., Tq, Dh]   key: [..., Tk, Dh]   value: [..., Tk, Dv] → [..., Tq, Dv]
+
+    attn_mask: bool, True attends, or float, added to the scores; broadcast to [..., Tq, Tk]. is_causal: query i sees keys 0 to i
+    (aligned top-left). scale: 1/√Dh by default. A query that sees nothing gets zeros. dropout_p applies whenever it is not 0.
+    enable_gqa: query head h reads key and value head h // (Hq / Hkv), without copies; heads are axis −3.
+    """
+    op = "scaled_dot_product_attention"
+    _check(op, query, key, attn_mask, is_causal)
+    _check_value(op, query, key, value)
+    grouped = enable_gqa and _heads(query) != (_heads(key), _heads(value))
+    if grouped:
+        query, key, value, attn_mask = _group(op, query, key, value, attn_mask)
+    shape = _score_shape(op, query, key, attn_mask, _shape(value)[:-2])
+    bias = _bias(query, key, attn_mask, is_causal)
+    keep = draw_keep(at_least_float32(query.array), dropout_p, shape) if dropout_p else None
+    out = Attention.apply(query, key, value, bias, keep, _scale(query, scale))
+    return out.flatten(-4, -3) if grouped else out
+
+
+def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    """The weights alone, [..., Tq, Tk], for those who show them: what scaled_dot_product_attention multiplies `value` by."""
+    _check("attention_weights", query, key, attn_mask, is_causal)
+    grouped = enable_gqa and _heads(query) != _heads(key)
+    if grouped:
+        query, key, _, attn_mask = _group("attention_weights", query, key, key, attn_mask)
+    _score_shape("attention_weights", query, key, attn_mask)
+    p = AttentionWeights.apply(query, key, _bias(query, key, attn_mask, is_causal), _scale(query, scale))
+    return p.flatten(-4, -3) if grouped else p
+
+
+def _scale(query, scale):
+    return 1 / math.sqrt(max(query.array.shape[-1], 1)) if scale is None else float(scale)
+
+
+def _bias(query, key, attn_mask, is_causal):
+    """What is added to the scores: None, the float mask itself, or 0 where a query may attend and −inf where not."""
+    xp, q = array_module(query.array), at_least_float32(query.array[..., :0, :])
+    if is_causal:
+        allowed = xp.tri(query.array.shape[-2], key.array.shape[-2], dtype=bool)
+    elif attn_mask is None or attn_mask.array.dtype != bool:
+        return attn_mask
+    else:
+        allowed = attn_mask.array
+    return constant(xp.where(allowed, q.dtype.type(0), q.dtype.type(-np.inf)))
+
+
+def _heads(x):
+    return x.array.shape[-3] if x.ndim > 2 else None
+
+
+def _group(op, query, key, value, attn_mask):
+    """query as [..., Hkv, G, Tq, Dh], key and value as [..., Hkv, 1, Tk, D]: G query heads share a key head by broadcasting."""
+    heads, shared = _heads(query), _heads(key)
+    if heads is None or shared is None or _heads(value) != shared or heads % max(shared, 1):
+        raise RuntimeError(f"{op}: with enable_gqa, key and value need one number of heads (axis −3) that "
+                           f"divides that of query, got query {_shape(query)}, key {_shape(key)}, value {_shape(value)}")
+    query = query.unflatten(-3, (shared, heads // shared))
+    if attn_mask is not None and attn_mask.ndim > 2:
+        attn_mask = attn_mask.unsqueeze(-3) if _heads(attn_mask) == 1 else attn_mask.unflatten(-3, (shared, heads // shared))
+    return query, key.unsqueeze(-3), value.unsqueeze(-3), attn_mask
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+def _shape(x):
+    return tuple(x.array.shape)
+
+
+def _check(op, query, key, attn_mask, is_causal):
+    if query.ndim < 2 or key.ndim < 2:
+        raise RuntimeError(f"{op}: query, key and value need at least 2 axes, [..., T, Dh], got query {_shape(query)}, key {_shape(key)}")
+    if query.array.dtype.kind != "f" or query.array.dtype != key.array.dtype:
+        raise RuntimeError(f"{op}: expected query, key and value to have the same float dtype, got {query.dtype} and {key.dtype}; "
+                           f"convert with .to(dtype)")
+    if query.array.shape[-1] != key.array.shape[-1]:
+        raise RuntimeError(f"{op}: query {_shape(query)} and key {_shape(key)} must agree in their last axis, Dh: each score is their "
+                           f"dot product")
+    if attn_mask is None:
+        return
+    if is_causal:
+        raise RuntimeError(f"{op}: an explicit attn_mask should not be set when is_causal=True; drop is_causal and combine the two: "
+                           f"attn_mask & torch.ones(Tq, Tk, dtype=torch.bool).tril()")
+    if attn_mask.array.dtype.kind not in "bf":
+        raise RuntimeError(f"{op}: attn_mask must be bool (True attends) or float (added to the scores), got {attn_mask.dtype}; "
+                           f"convert with .bool()")
+
+
+def _check_value(op, query, key, value):
+    if value.ndim < 2 or value.array.shape[-2] != key.array.shape[-2]:
+        raise RuntimeError(f"{op}: key {_shape(key)} and value {_shape(value)} must agree in axis −2, Tk: each key "
+                           f"has one value")
+    if value.array.dtype != query.array.dtype:
+        raise RuntimeError(f"{op}: expected query, key and value to have the same float dtype, got {query.dtype} "
+                           f"and {value.dtype}; convert with .to(dtype)")
+
+
+def _score_shape(op, query, key, attn_mask, others=()):
+    """[..., Tq, Tk] of the scores; RuntimeError where the leading axes, or the mask, do not broadcast."""
+    q, k = _shape(query), _shape(key)
+    try:
+        shape = np.broadcast_shapes(q[:-2], k[:-2]) + (q[-2], k[-2])
+        np.broadcast_shapes(shape[:-2], others)
+    except ValueError:
+        raise RuntimeError(f"{op}: the leading axes of query {q}, key {k}{f' and value {(*others, ...)}' if others else ''} do not "
+                           f"broadcast; for fewer key and value heads than query heads pass enable_gqa=True") from None
+    if attn_mask is None:
+        return shape
+    try:
+        full = np.broadcast_shapes(shape, _shape(attn_mask))
+    except ValueError:
+        full = ()
+    if full[-2:] != shape[-2:]:
+        raise RuntimeError(f"{op}: attn_mask {_shape(attn_mask)} does not broadcast to the scores {shape} = [..., Tq, Tk]; a mask of valid "
+                           f"keys [B, Tk] becomes valid_tokens[:, None, None, :]")
+    return full

@@ -1,0 +1,33 @@
+"""Dropout: random zeros while training, the rest scaled up so that the mean stays."""
+from .. import random
+from ..autograd import Function, array_of
+from ..backend import array_module
+from ._rows import require_float
+
+
+class Dropout(Function):
+    """y = x · keep.    dx = dy · keep.       keep: 0 with probability p, else 1/(1 − p)"""
+
+    def forward(self, x, keep):
+        self.saved = keep
+        return x * keep
+
+    def backward(self, dy):
+        return dy * self.saved
+
+
+def draw_keep(x, p, shape=None):
+    """What dropout multiplies x (or an array of this shape beside x) by: the stream of PyTorch's CPU dropout."""
+    keep = random.default_generator.dropout_keep(x.shape if shape is None else shape, p)
+    return array_module(x).asarray(keep * x.dtype.type(1 / (1 - p) if p < 1 else 0))
+
+
+def dropout(input, p=0.5, training=True, inplace=False):
+    """ValueError for p outside [0, 1]; p = 1 gives zeros; outside training, and with p = 0, the input itself."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: probability p must be between 0 and 1, got {p}")
+    x = require_float("dropout", array_of(input))
+    if not training or p == 0:
+        return input
+    keep = draw_keep(x, p)
+    return input._write(Dropout.apply, keep) if inplace else Dropout.apply(input, keep)

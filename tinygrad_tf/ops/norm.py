@@ -1,0 +1,118 @@
+"""LayerNorm and RMSNorm: each position is brought to unit size over its own features, whatever the batch around it."""
+import math
+
+import numpy as np
+
+from ..autograd import Function, array_of
+from ..backend import array_module, at_least_float32
+from ._rows import dot_along, require_float, sum_along
+from .arithmetic import clamp_min, div
+from .reduce import norm
+
+
+class LayerNorm(Function):
+    """y = x̂ · w + b,  x̂ = (x − μ) · r,  r = 1/√(σ² + eps);  μ, σ² over the last axes.    x, y: [..., C]   w, b: [C]
+
+    dx = r · (g − mean(g) − x̂ · mean(g · x̂)),  g = dy · w,    dw = dy · x̂,  db = dy       (guide 9.3)
+
+    σ² is the mean of (x − μ)²: as mean(x²) − μ² it would cancel to nothing, or less, beside a large mean.
+    """
+    @np.errstate(invalid="ignore", divide="ignore")
+    def forward(self, x, w, b, shape, eps):
+        xp, x32 = array_module(x), as_rows(at_least_float32(require_float("layer_norm", x)), shape)
+        size = x32.shape[1]
+        x_hat = x32 - sum_along(x32, -1) / size
+        r = 1 / xp.sqrt(dot_along(x_hat, x_hat, -1) / size + eps)
+        x_hat *= r
+        y = x_hat if w is None else x_hat * w.reshape(-1)
+        if b is not None:
+            y = y + b.reshape(-1) if w is None else xp.add(y, b.reshape(-1), out=y)
+        self.saved, self.normalized = (x_hat, r, w), shape
+        return y.astype(x.dtype, copy=False).reshape(x.shape)
+
+    @np.errstate(invalid="ignore")
+    def backward(self, dy):
+        x_hat, r, w = self.saved
+        rows = as_rows(at_least_float32(dy), self.normalized)
+        size = rows.shape[1]
+        dx = dw = None
+        if self.needs[0]:
+            g = rows if w is None else rows * w.reshape(-1)
+            dx = x_hat * (dot_along(g, x_hat, -1) / -size)
+            dx += g
+            dx -= sum_along(g, -1) / size
+            dx *= r
+            dx = dx.reshape(dy.shape)
+        if self.needs[1]:
+            dw = (rows * x_hat).reshape(dy.shape)
+        return dx, dw, dy
+
+
+class RMSNorm(Function):
+    """y = x̂ · w,  x̂ = x · r,  r = 1/√(mean(x²) + eps) over the last axes.    x, y: [..., C]   w: [C]
+
+    dx = r · (g − x̂ · mean(g · x̂)),  g = dy · w,    dw = dy · x̂       (guide 10.2)
+    """
+    @np.errstate(invalid="ignore", divide="ignore")
+    def forward(self, x, w, shape, eps):
+        xp, x32 = array_module(x), as_rows(at_least_float32(require_float("rms_norm", x)), shape)
+        r = 1 / xp.sqrt(dot_along(x32, x32, -1) / x32.shape[1] + eps)
+        x_hat = x32 * r
+        self.saved, self.normalized = (x_hat, r, w), shape
+        y = x_hat if w is None else x_hat * w.reshape(-1)
+        return y.astype(x.dtype, copy=False).reshape(x.shape)
+
+    @np.errstate(invalid="ignore")
+    def backward(self, dy):
+        x_hat, r, w = self.saved
+        rows = as_rows(at_least_float32(dy), self.normalized)
+        dx = dw = None
+        if self.needs[0]:
+            g = rows if w is None else rows * w.reshape(-1)
+            dx = x_hat * (dot_along(g, x_hat, -1) / -rows.shape[1])
+            dx += g
+            dx *= r
+            dx = dx.reshape(dy.shape)
+        if self.needs[1]:
+            dw = (rows * x_hat).reshape(dy.shape)
+        return dx, dw
+
+
+def as_rows(x, shape):
+    """[..., *shape] as a matrix, one row for each vector that is normalised."""
+    return x.reshape(math.prod(x.shape[:x.ndim - len(shape)]), math.prod(shape))
+
+
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    shape = _check_shapes("layer_norm", input, normalized_shape, weight=weight, bias=bias)
+    return LayerNorm.apply(input, weight, bias, shape, eps)
+
+
+def rms_norm(input, normalized_shape, weight=None, eps=None):
+    """eps=None is the machine epsilon of the dtype that is computed in (float32 for float16), as in PyTorch."""
+    shape = _check_shapes("rms_norm", input, normalized_shape, weight=weight)
+    if eps is None:
+        eps = float(np.finfo(at_least_float32(require_float("rms_norm", array_of(input))[:0]).dtype).eps)
+    return RMSNorm.apply(input, weight, shape, eps)
+
+
+def normalize(input, p=2.0, dim=1, eps=1e-12):
+    """x / max(‖x‖_p, eps) along an axis: vectors of length 1; zero stays zero."""
+    return div(input, clamp_min(norm(input, p, dim, keepdim=True), eps))
+
+
+def _check_shapes(op, input, normalized_shape, **parameters):
+    """normalized_shape as a tuple. RuntimeError where it is not the end of the input's shape, or a parameter's shape is not it."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    x = array_of(input)
+    if not shape:
+        raise RuntimeError(f"{op}: expected normalized_shape to have at least one axis, got {list(shape)}; "
+                           f"for the last axis of this input it is [{x.shape[-1] if x.ndim else '?'}]")
+    if x.shape[max(x.ndim - len(shape), 0):] != shape:
+        raise RuntimeError(f"{op}: given normalized_shape={list(shape)}, expected input with shape [*, {str(list(shape))[1:-1]}], "
+                           f"but got input of size {list(x.shape)}; the last {len(shape)} axes of the input must equal normalized_shape")
+    for name, p in parameters.items():
+        if p is not None and array_of(p).shape != shape:
+            raise RuntimeError(f"{op}: expected {name} to be of the same shape as normalized_shape {list(shape)}, "
+                               f"but got {list(array_of(p).shape)}")
+    return shape

@@ -1,0 +1,83 @@
+"""Learning-rate schedules. `scheduler.step()` follows `optimizer.step()`, once an update (or once an epoch)."""
+import math
+
+
+class LRScheduler:
+    """Subclasses define `get_lr()`: the learning rate of each group at step `self.last_epoch`, from `self.base_lrs`.
+
+    Construction takes step 0, so that the first update already has its scheduled rate.
+    """
+
+    def __init__(self, optimizer, last_epoch=-1):
+        self.optimizer, self.last_epoch = optimizer, last_epoch
+        for i, group in enumerate(optimizer.param_groups):
+            if last_epoch == -1:
+                group["initial_lr"] = group["lr"]
+            elif "initial_lr" not in group:
+                raise KeyError(f"param 'initial_lr' is not specified in param_groups[{i}] when resuming the scheduler with "
+                               f"last_epoch={last_epoch}")
+        self.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        self.step()
+
+    def get_lr(self):
+        raise NotImplementedError(f"{type(self).__name__} defines no get_lr()")
+
+    def step(self):
+        """Sets the learning rates of the next step."""
+        self.last_epoch += 1
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr):
+            group["lr"] = lr
+
+    def get_last_lr(self):
+        """The learning rates now in use, one for each group."""
+        return list(self._last_lr)
+
+    def state_dict(self):
+        """Everything but the optimizer and functions: {"last_epoch": …, "base_lrs": …, …}."""
+        return {name: list(value) if isinstance(value, list) else value
+                for name, value in self.__dict__.items() if name not in ("optimizer", "lr_lambdas")}
+
+    def load_state_dict(self, state_dict):
+        """Continues from a state; the optimizer's own state dict brings back the learning rates in use."""
+        known = self.state_dict()
+        self.__dict__.update({name: value for name, value in state_dict.items() if name in known})
+
+
+class LambdaLR(LRScheduler):
+    """lr = initial lr · lr_lambda(step). One function, or a list with one for each parameter group."""
+
+    def __init__(self, optimizer, lr_lambda, last_epoch=-1):
+        groups = len(optimizer.param_groups)
+        self.lr_lambdas = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * groups
+        if len(self.lr_lambdas) != groups:
+            raise ValueError(f"LambdaLR: expected {groups} lr_lambdas, one for each parameter group, got {len(self.lr_lambdas)}")
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self):
+        return [base * f(self.last_epoch) for base, f in zip(self.base_lrs, self.lr_lambdas)]
+
+
+class CosineAnnealingLR(LRScheduler):
+    """lr = eta_min + (initial lr − eta_min) · (1 + cos(π · step / T_max)) / 2.    (Loshchilov and Hutter, 2017)"""
+
+    def __init__(self, optimizer, T_max, eta_min=0.0, last_epoch=-1):
+        if not T_max > 0:
+            raise ValueError(f"CosineAnnealingLR: T_max must be positive, got {T_max}")
+        self.T_max, self.eta_min = T_max, eta_min
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self):
+        wave = (1 + math.cos(math.pi * self.last_epoch / self.T_max)) / 2
+        return [self.eta_min + (base - self.eta_min) * wave for base in self.base_lrs]
+
+
+def warmup_cosine(step, warmup, total, floor=0.0):
+    """A factor for LambdaLR: linear from 0 to 1 over `warmup` steps, then half a cosine to `floor` at step `total`.
+
+    (guide 16.1.)  `LambdaLR(optimizer, lambda step: warmup_cosine(step, 100, 1000))`
+    """
+    if step < warmup:
+        return step / warmup
+    progress = min((step - warmup) / max(1, total - warmup), 1.0)
+    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,165 @@
+"""`Optimizer`: parameter groups, state by parameter, and the loop that all update rules share."""
+import math
+from collections import defaultdict
+
+from ..autograd import enable_grad, no_grad
+from ..creation import tensor
+from ..tensor import Tensor
+
+
+class Optimizer:
+    """Subclasses pass their options to `__init__` and define
+
+        update(self, p, g, state, group)    changes the array p in place, given the array g of its gradient
+
+    `param_groups` is a list of dictionaries {"params": [...], "lr": …, …}; `state` holds a dictionary for each parameter
+    that was ever updated. A parameter whose `.grad` is None is left out entirely: no decay, no momentum, no step count.
+    """
+
+    def __init__(self, params, defaults):
+        if isinstance(params, (Tensor, str, bytes)) or not hasattr(params, "__iter__"):
+            raise TypeError(f"{self._name()}: params argument given to the optimizer should be an iterable of Tensors or dicts, "
+                            f"got {type(params).__name__}; pass model.parameters() or [tensor]")
+        groups = list(params)
+        if not groups:
+            raise ValueError(f"{self._name()}: optimizer got an empty parameter list; a generator such as model.parameters() "
+                             f"is empty after it was used once")
+        self.defaults, self.state, self.param_groups = defaults, defaultdict(dict), []
+        for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
+            self.add_param_group(group)
+
+    def _name(self):
+        return type(self).__name__
+
+    def add_param_group(self, param_group):
+        """Adds {"params": tensors, option: value, …}; what it does not say comes from the defaults.
+
+        TypeError for things that are no tensors, ValueError for one that is listed twice, is no leaf, or is no float.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"{self._name()}: param_group must be a dict, got {type(param_group).__name__}")
+        if "params" not in param_group:
+            raise ValueError(f"{self._name()}: a parameter group needs the key 'params', got {sorted(param_group)}")
+        group = {**self.defaults, **param_group, "params": self._as_list(param_group["params"])}
+        self._check_params(group["params"])
+        self.check_options(group)
+        self.param_groups.append(group)
+
+    def _as_list(self, params):
+        if isinstance(params, (set, frozenset)):
+            raise TypeError(f"{self._name()}: optimizer parameters need to be organized in ordered collections, a set has no "
+                            f"order; use a list")
+        return [params] if isinstance(params, Tensor) else list(params)
+
+    def _check_params(self, params):
+        seen = {id(p) for group in self.param_groups for p in group["params"]}
+        for p in params:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"{self._name()}: optimizer can only optimize Tensors, but one of the params is "
+                                f"{type(p).__name__}")
+            if not p.is_leaf:
+                raise ValueError(f"{self._name()}: can't optimize a non-leaf Tensor, shape {tuple(p.shape)}; pass the tensor "
+                                 f"that it was computed from")
+            if not p.is_floating_point():
+                raise ValueError(f"{self._name()}: can't optimize a tensor of dtype {p.dtype}, only floating-point ones")
+            if id(p) in seen:
+                raise ValueError(f"{self._name()}: some parameters appear more than once, or in more than one parameter group "
+                                 f"(shape {tuple(p.shape)}); a tied parameter is one parameter: list it once")
+            seen.add(id(p))
+
+    def check_options(self, group):
+        """Raises ValueError for an option out of its range."""
+        self.check_range(group, "lr", "weight_decay")
+
+    def check_range(self, group, *names):
+        for name in names:
+            if not 0.0 <= float(group[name]) < math.inf:
+                raise ValueError(f"{self._name()}: Invalid {_SPOKEN.get(name, name)}: {name}={group[name]}, expected a number >= 0")
+
+    def zero_grad(self, set_to_none=True):
+        """Forgets the gradients; `set_to_none=False` fills them with zeros, and then decay and momentum go on acting."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if set_to_none:
+                p.grad = None
+            else:
+                p.grad.zero_()
+
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient. `closure` computes the loss anew; its result is returned."""
+        loss = None
+        if closure is not None:
+            with enable_grad():
+                loss = closure()
+        with no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._check_grad(p)
+                        self.update(p.array, p.grad.array, self.state[p], group)
+                        p.version.writes += 1
+        return loss
+
+    def _check_grad(self, p):
+        if p.grad.array.shape != p.array.shape:
+            raise RuntimeError(f"{self._name()}: a gradient of shape {tuple(p.grad.shape)} was assigned to a parameter of shape "
+                               f"{tuple(p.shape)}; they must be equal")
+
+    def update(self, p, g, state, group):
+        raise NotImplementedError(f"{self._name()} defines no update(p, g, state, group)")
+
+    # --- saving and loading ---------------------------------------------------------------------------------------------
+
+    def state_dict(self):
+        """{"state": {index: {name: value}}, "param_groups": [...]}: parameters by their index, tensors copied."""
+        index = {id(p): i for i, p in enumerate(self._params())}
+        state = {index[id(p)]: {name: _copy(value) for name, value in entry.items()} for p, entry in self.state.items()}
+        groups = [{**_options(group), "params": [index[id(p)] for p in group["params"]]} for group in self.param_groups]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict):
+        """Takes over a copy of a state dict; state tensors get their parameter's dtype and device.
+
+        ValueError, and nothing changed, if the groups or the shapes are not those of this optimizer.
+        """
+        groups, params = state_dict["param_groups"], self._params()
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(f"{self._name()}: loaded state dict has parameter groups of "
+                             f"{[len(g['params']) for g in groups]} parameters, this optimizer has "
+                             f"{[len(g['params']) for g in self.param_groups]}")
+        own = dict(zip((i for g in groups for i in g["params"]), params))
+        state = defaultdict(dict)
+        for index, entry in state_dict["state"].items():
+            state[own[index]] = {name: self._adopt(name, value, own[index]) for name, value in entry.items()}
+        self.state = state
+        self.param_groups = [{**_options(theirs), "params": mine["params"]} for theirs, mine in zip(groups, self.param_groups)]
+
+    def _params(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _adopt(self, name, value, p):
+        """A copy of a loaded state value that fits its parameter; the step count is a number on the CPU."""
+        if name == "step":
+            return tensor(float(value), device="cpu")
+        if not isinstance(value, Tensor):
+            return value
+        if tuple(value.shape) != tuple(p.shape):
+            raise ValueError(f"{self._name()}: loaded {name} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}; "
+                             f"is the order of the parameters the same?")
+        return value.detach().clone().to(device=p.device, dtype=p.dtype)
+
+    def __repr__(self):
+        lines = []
+        for i, group in enumerate(self.param_groups):
+            lines += [f"Parameter Group {i}"] + [f"    {name}: {group[name]}" for name in sorted(_options(group))]
+        return f"{self._name()} (\n" + "\n".join(lines) + "\n)"
+
+
+_SPOKEN = {"lr": "learning rate", "weight_decay": "weight_decay value", "eps": "epsilon value", "momentum": "momentum value"}
+
+
+def _options(group):
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copy(value):
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,398 @@
+"""`Tensor`: an array, its gradient, and the node that made it. Each method is one line onto an operation."""
+import operator
+
+import numpy as np
+
+from . import autograd, dtypes
+from .autograd import Version, constant
+from .backend import array_module, device as Device, device_of, to_device
+from .display import tensor_repr
+from .ops import activation, arithmetic, index, linear, reduce, shape as shapes, softmax
+from .size import Size, namedtuple_of
+
+
+@autograd.register_tensor
+class Tensor:
+    """array: the numbers (NumPy or CuPy);  grad: a Tensor once backward has been here;  node: what made it, None for a leaf.
+
+    `version` counts in-place writes to the memory and is shared by all tensors that view it; `seen` is what this tensor
+    knows of the recorded ones.
+    """
+    __slots__ = ("array", "grad", "node", "requires_grad", "version", "seen", "hooks", "__weakref__")
+    __array_ufunc__ = None                      # so that np.float64(2) * tensor asks the tensor, not NumPy
+    __hash__ = object.__hash__
+
+    def __init__(self, data=(), dtype=None, requires_grad=False):
+        from .creation import as_array
+        self._set(as_array(data, dtype).copy(), None, Version())
+        self.requires_grad_(requires_grad)
+
+    def _set(self, array, node, version):
+        self.array, self.node, self.version = array, node, version
+        self.seen, self.requires_grad = version.recorded, node is not None
+        self.grad = self.hooks = None
+
+    @classmethod
+    def _wrap(cls, array, node, version):
+        """A tensor around this very array."""
+        self = Tensor.__new__(Tensor)
+        self._set(array, node, version)
+        return self
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+    shape = property(lambda self: Size(self.array.shape))
+    dtype = property(lambda self: dtypes.of_array(self.array))
+    device = property(lambda self: device_of(self.array))
+    ndim = property(lambda self: self.array.ndim)
+    itemsize = property(lambda self: self.array.itemsize)
+    nbytes = property(lambda self: self.array.nbytes)
+    is_leaf = property(lambda self: self.node is None)
+    grad_fn = property(lambda self: self.node)
+    is_cuda = property(lambda self: self.device.type == "cuda")
+    T = property(lambda self: shapes.permute(self, *range(self.ndim)[::-1]))
+    mT = property(lambda self: shapes.transpose(self, -2, -1))
+
+    @property
+    def data(self):
+        """The same memory without history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other):
+        if other.array.shape != self.array.shape or other.array.dtype != self.array.dtype:
+            raise RuntimeError(f"data: expected shape {tuple(self.shape)} and {self.dtype}, got {tuple(other.shape)} and {other.dtype}")
+        self.array, self.version = other.array, other.version
+        self.seen = self.version.recorded
+
+    def size(self, dim=None): return self.shape if dim is None else self.array.shape[reduce.normalize_dim("size", dim, self.ndim)]
+    def dim(self): return self.array.ndim
+    def numel(self): return self.array.size
+    def nelement(self): return self.array.size
+    def element_size(self): return self.array.itemsize
+    def stride(self, dim=None):
+        strides = tuple(s // self.array.itemsize for s in self.array.strides)
+        return strides if dim is None else strides[dim]
+    def is_contiguous(self): return self.array.flags.c_contiguous
+    def is_floating_point(self): return self.array.dtype.kind == "f"
+    def data_ptr(self): return self.array.ctypes.data
+    def __repr__(self): return tensor_repr(self)
+    def __format__(self, spec): return format(self.item(), spec) if spec and self.ndim == 0 else format(repr(self), spec)
+
+    def __len__(self):
+        if self.ndim == 0:
+            raise TypeError("len() of a 0-d tensor")
+        return self.array.shape[0]
+
+    def __iter__(self):
+        if self.ndim == 0:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(shapes.unbind(self, 0))
+
+    # --- as a Python value or a NumPy array ---------------------------------------------------------------------------
+    def item(self):
+        if self.array.size != 1:
+            raise RuntimeError(f"item: a Tensor with {self.array.size} elements cannot be converted to a number (shape {tuple(self.shape)})")
+        return self.array.item()
+
+    def tolist(self): return self.array.tolist()
+    def __float__(self): return float(self.item())
+    def __int__(self): return int(self.item())
+
+    def __index__(self):
+        if self.array.dtype.kind not in "iub" or self.array.size != 1:
+            raise TypeError(f"only integer tensors of a single element can be converted to an index, got {self.dtype} {tuple(self.shape)}")
+        return int(self.array.item())
+
+    def __bool__(self):
+        if self.array.size != 1:
+            raise RuntimeError(f"bool: a Tensor with {self.array.size} values is ambiguous; use .any() or .all()")
+        return bool(self.item())
+
+    def __contains__(self, value): return bool((self == value).any())
+
+    def numpy(self):
+        """The memory itself as a NumPy array, shared; CPU tensors without grad only."""
+        if self.requires_grad:
+            raise RuntimeError("numpy: can't be called on a Tensor that requires grad; use tensor.detach().numpy()")
+        if self.device.type != "cpu":
+            raise TypeError(f"numpy: can't convert a {self.device} tensor; use tensor.cpu().numpy()")
+        return self.array
+
+    def __array__(self, dtype=None, copy=None):
+        array = self.numpy()
+        return array.astype(dtype) if dtype is not None and array.dtype != dtype else array.copy() if copy else array
+
+    # --- the graph ----------------------------------------------------------------------------------------------------
+    def backward(self, gradient=None, retain_graph=False):
+        """Adds the gradient of this tensor (a single number, or weighted by `gradient`) to `.grad` of every leaf below."""
+        autograd.backward(self, gradient, retain_graph)
+
+    def detach(self):
+        """The same memory, cut off from the graph."""
+        alias = constant(self.array)
+        alias.version, alias.seen = self.version, None      # it has no history that could go out of date
+        return alias
+
+    def requires_grad_(self, requires_grad=True):
+        if requires_grad and self.array.dtype.kind != "f":
+            raise RuntimeError(f"requires_grad: only Tensors of floating point dtype can require gradients, got {self.dtype}")
+        if not requires_grad and self.node is not None:
+            raise RuntimeError("requires_grad: can only be switched off for leaf tensors; use .detach()")
+        self.requires_grad = bool(requires_grad)
+        return self
+
+    def retain_grad(self):
+        """Keeps `.grad` of a non-leaf tensor too."""
+        if not self.requires_grad:
+            raise RuntimeError("retain_grad: can't retain_grad on a Tensor that does not require grad")
+        if self.node is not None:
+            autograd.retain(self)
+
+    def register_hook(self, hook):
+        """`hook(grad)` runs whenever a gradient reaches this tensor; what it returns, if anything, replaces the gradient."""
+        if not self.requires_grad:
+            raise RuntimeError("register_hook: can't be used on a Tensor that does not require grad")
+        holder = self if self.node is None else self.node
+        holder.hooks = (holder.hooks or []) + [hook]
+        return autograd.RemovableHook(holder, hook)
+
+    def check_history(self):
+        """Raises when a recorded in-place write through another tensor made this one's history untrue."""
+        if self.seen is not None and self.seen != self.version.recorded:
+            raise RuntimeError("this tensor shares memory with one that was written in place as part of a graph, so its own "
+                               "history no longer holds; take the view after the write, or write to a .clone()")
+
+    # --- writing in place ---------------------------------------------------------------------------------------------
+    def _write(self, op, *args, **kwargs):
+        """This memory becomes op(self, …), and the history that of the result."""
+        leaf_in_graph = self.requires_grad and self.node is None and autograd.is_grad_enabled()
+        if leaf_in_graph:
+            raise RuntimeError("a leaf Tensor that requires grad is being used in an in-place operation; "
+                               "do it inside no_grad(), or on a .clone()")
+        before = self
+        if autograd.is_grad_enabled():          # what the node saves must be the old numbers
+            self.check_history()
+            before = Tensor._wrap(self.array.copy(), self.node, Version())
+        result = op(before, *args, **kwargs)
+        if result.array.shape != self.array.shape:
+            raise RuntimeError(f"in-place: output with shape {tuple(self.shape)} doesn't match the broadcast shape {tuple(result.shape)}")
+        if result.array.dtype.kind == "f" and self.array.dtype.kind != "f" or \
+                result.array.dtype.kind != "b" and self.array.dtype.kind == "b":
+            raise RuntimeError(f"in-place: result type {result.dtype} can't be cast to the desired output type {self.dtype}")
+        self._store(result.array)
+        if result.node is not None:
+            self._adopt(result.node)
+        return self
+
+    def _store(self, values):
+        if not getattr(self.array.flags, "writeable", True):
+            raise RuntimeError("in-place: more than one element of this (expanded) tensor refers to one memory location, or the "
+                               "memory is read-only; .clone() it first")
+        self.array[...] = values
+        self.version.writes += 1
+
+    def _adopt(self, node):
+        self.node, self.requires_grad = node, True
+        self.version.recorded += 1
+        self.seen = self.version.recorded
+
+    def __setitem__(self, key, value):
+        if isinstance(value, Tensor) and value.requires_grad or self.requires_grad and autograd.is_grad_enabled():
+            self._write(lambda x, v, i: index.SetItem.apply(x, v, i), value, index.as_index(key))
+        else:
+            if not self.array.flags.writeable:
+                self._store(None)
+            index.write(self.array, index.as_index(key), autograd.array_of(value))
+            self.version.writes += 1
+
+    def copy_(self, other):
+        return self._write(lambda x, v: shapes.expand(arithmetic.cast(v, x.array.dtype), x.array.shape).clone(), as_tensor_like(other, self))
+    def zero_(self): return self.fill_(0)
+    def fill_(self, value):
+        return self._write(lambda x, v: index.MaskedFill.apply(x, np.ones((), bool), autograd.array_of(v)), value)
+    def _fill_with(self, numbers):
+        """Random numbers drawn on the host, written in place without history."""
+        if self.requires_grad and autograd.is_grad_enabled() and self.node is None:
+            raise RuntimeError("a leaf Tensor that requires grad is being used in an in-place operation; do it inside no_grad()")
+        self._store(array_module(self.array).asarray(numbers))
+        return self
+
+    def uniform_(self, a=0.0, b=1.0, *, generator=None):
+        return self._fill_with(_generator(generator).uniform(self.array.shape, a, b, self.array.dtype))
+    def normal_(self, mean=0.0, std=1.0, *, generator=None):
+        return self._fill_with(_generator(generator).normal(self.array.shape, mean, std, self.array.dtype))
+    def bernoulli_(self, p=0.5, *, generator=None):
+        return self._fill_with(_generator(generator).bernoulli(p, self.array.shape))
+    def exponential_(self, lambd=1.0, *, generator=None):
+        return self._fill_with(_generator(generator).exponential(self.array.shape, lambd, self.array.dtype))
+    def random_(self, low=0, high=None, *, generator=None):
+        low, high = (0, low) if high is None else (low, high)
+        return self._fill_with(_generator(generator).randint(low, high, self.array.shape))
+
+    # --- copies and other types ---------------------------------------------------------------------------------------
+    def to(self, *args, device=None, dtype=None, copy=False, non_blocking=False):
+        """Another dtype, another device, or both: `.to("cuda")`, `.to(float16)`, `.to(other_tensor)`."""
+        for a in args:
+            if isinstance(a, Tensor):
+                device, dtype = a.device, a.dtype
+            elif isinstance(a, (str, Device)):
+                device = a
+            elif a is not None:
+                dtype = a
+        y = self if dtype is None else arithmetic.cast(self, dtypes.numpy_dtype(dtype))
+        if device is not None:
+            y = _move(y, Device(device))
+        return y.clone() if copy and y is self else y
+
+    def type(self, dtype=None):
+        return f"torch.{'Float' if self.dtype is dtypes.float32 else self.dtype.name.capitalize()}Tensor" if dtype is None else self.to(dtype)
+    def type_as(self, other): return self.to(other.dtype)
+    def float(self): return self.to(dtypes.float32)
+    def double(self): return self.to(dtypes.float64)
+    def half(self): return self.to(dtypes.float16)
+    def long(self): return self.to(dtypes.int64)
+    def int(self): return self.to(dtypes.int32)
+    def bool(self): return self.to(dtypes.bool_)
+    def cpu(self): return self.to("cpu")
+    def cuda(self, device=None): return self.to(f"cuda:{device}" if isinstance(device, (int,)) else device or "cuda")
+
+    def __deepcopy__(self, memo):
+        if self.node is not None:
+            raise RuntimeError("deepcopy: only leaf tensors can be copied; use .detach().clone() of a computed tensor")
+        copied = self._wrap(self.array.copy(), None, Version())
+        copied.requires_grad = self.requires_grad
+        memo[id(self)] = copied
+        copied.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("tensors are not pickled: use tinygrad_tf.save / load or safetensors, which hold numbers and run no code")
+
+    def new_zeros(self, *size, dtype=None): return self._new(np.zeros, size, dtype)
+    def new_ones(self, *size, dtype=None): return self._new(np.ones, size, dtype)
+    def new_full(self, size, fill_value, dtype=None): return self._new(lambda s, d: np.full(s, fill_value, d), (size,), dtype)
+    def new_tensor(self, data, dtype=None): return type(self)._wrap(np.array(data, dtypes.numpy_dtype(dtype) or self.array.dtype), None, Version())
+    def _new(self, make, size, dtype):
+        made = constant(make(shapes.as_shape("new", size), dtypes.numpy_dtype(dtype) or self.array.dtype))
+        return _move(made, self.device)
+
+    # --- order (these return a pair) ----------------------------------------------------------------------------------
+    def max(self, dim=None, keepdim=False): return _extreme(self, dim, keepdim, "argmax", arithmetic.maximum, reduce.amax)
+    def min(self, dim=None, keepdim=False): return _extreme(self, dim, keepdim, "argmin", arithmetic.minimum, reduce.amin)
+    def sort(self, dim=-1, descending=False, stable=False): return namedtuple_of("sort", *index.sort_pair(self, dim, descending))
+    def topk(self, k, dim=-1, largest=True, sorted=True): return namedtuple_of("topk", *index.topk_pair(self, k, dim, largest))
+    def view_as(self, other): return shapes.view(self, other.array.shape)
+    def reshape_as(self, other): return shapes.reshape(self, other.array.shape)
+    def allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
+        from .creation import allclose
+        return allclose(self, other, rtol, atol, equal_nan)
+    def equal(self, other): return self.array.shape == other.array.shape and bool((self.array == other.array).all())
+    def multinomial(self, num_samples, replacement=False, *, generator=None):
+        from .creation import multinomial
+        return multinomial(self, num_samples, replacement, generator=generator)
+
+    # --- operators ----------------------------------------------------------------------------------------------------
+    def __radd__(self, other): return arithmetic.add(other, self)
+    def __rsub__(self, other): return arithmetic.sub(other, self)
+    def __rmul__(self, other): return arithmetic.mul(other, self)
+    def __rtruediv__(self, other): return arithmetic.div(other, self)
+    def __rpow__(self, other): return arithmetic.pow(other, self)
+    def __rfloordiv__(self, other): return arithmetic.floor_divide(other, self)
+    def __rmod__(self, other): return arithmetic.remainder(other, self)
+    def __pos__(self): return self
+
+
+def _operator(op):
+    """An operator that leaves operands it does not know to the other side, so that Python raises its usual TypeError."""
+    def method(self, other):
+        if not isinstance(other, (Tensor, *_NUMBERS)):
+            return NotImplemented
+        return op(self, other)
+    return method
+
+
+_NUMBERS = (bool, int, float, np.generic)
+for _name, _op in {"add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmetic.mul, "truediv": arithmetic.div,
+                   "floordiv": arithmetic.floor_divide, "mod": arithmetic.remainder, "pow": arithmetic.pow, "matmul": linear.matmul,
+                   "eq": arithmetic.eq, "ne": arithmetic.ne, "lt": arithmetic.lt, "le": arithmetic.le, "gt": arithmetic.gt,
+                   "ge": arithmetic.ge, "and": arithmetic.bitwise_and, "or": arithmetic.bitwise_or, "xor": arithmetic.bitwise_xor}.items():
+    setattr(Tensor, f"__{_name}__", _operator(_op))
+
+Tensor.__neg__, Tensor.__abs__, Tensor.__invert__ = arithmetic.neg, arithmetic.abs_, arithmetic.bitwise_not
+Tensor.__getitem__ = index.getitem
+
+# Methods that are an operation with the tensor as its first argument, by the room they live in.
+_METHODS = {
+    arithmetic: "add sub mul div pow neg exp log log1p sqrt rsqrt tanh sigmoid sin cos clamp clamp_min clamp_max square reciprocal maximum "
+                "minimum round floor ceil trunc sign remainder lerp eq ne lt le gt ge floor_divide logical_not logical_and "
+                "logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not isnan isinf isfinite addcmul addcdiv",
+    reduce: "sum mean prod amax amin var std norm cumsum argmax argmin count_nonzero",
+    shapes: "reshape view flatten unflatten squeeze unsqueeze transpose t permute movedim expand broadcast_to expand_as contiguous clone "
+            "split chunk unbind tril triu flip roll repeat tile repeat_interleave diagonal",
+    index: "masked_fill masked_select gather take_along_dim scatter index_select index_add argsort nonzero unique bincount",
+    linear: "matmul mm bmm mv dot outer",
+    activation: "relu erf",
+    softmax: "softmax log_softmax logsumexp",
+}
+for _room, _names in _METHODS.items():
+    for _name in _names.split():
+        setattr(Tensor, _name, getattr(_room, _name))
+Tensor.abs, Tensor.any, Tensor.all, Tensor.swapaxes = arithmetic.abs_, reduce.any_, reduce.all_, shapes.transpose
+Tensor.where = lambda self, condition, other: index.where(condition, self, other)
+Tensor.scatter_add = index.scatter_add_
+
+
+def _in_place(op):
+    def method(self, *args, **kwargs):
+        return self._write(op, *args, **kwargs)
+    return method
+
+
+_IN_PLACE = {arithmetic: "add sub mul div pow neg exp log sqrt rsqrt tanh sigmoid sin cos clamp clamp_min clamp_max round floor ceil "
+                         "lerp addcmul addcdiv reciprocal square remainder", index: "masked_fill scatter index_add", shapes: "tril triu",
+             activation: "relu"}
+for _room, _names in _IN_PLACE.items():
+    for _name in _names.split():
+        setattr(Tensor, _name + "_", _in_place(getattr(_room, _name)))
+Tensor.scatter_add_, Tensor.abs_ = _in_place(index.scatter_add_), _in_place(arithmetic.abs_)
+for _name in "add sub mul truediv pow".split():
+    setattr(Tensor, f"__i{_name}__", getattr(Tensor, ("div" if _name == "truediv" else _name) + "_"))
+
+
+class ToDevice(autograd.Function):
+    """The same numbers on another device.    dx = dy moved back"""
+
+    def forward(self, x, target):
+        self.source = device_of(x)
+        return to_device(x, target)
+
+    def backward(self, dy):
+        return to_device(dy, self.source)
+
+
+def _move(x, target):
+    here = x.device
+    if here.type == target.type and target.index in (None, here.index):
+        return x
+    return ToDevice.apply(x, target)
+
+
+def _generator(generator):
+    from .random import default_generator
+    return default_generator if generator is None else generator
+
+
+def as_tensor_like(value, other):
+    """A tensor from a tensor or a number, on the device of `other`."""
+    if isinstance(value, Tensor):
+        return _move(value, other.device)
+    return constant(array_module(other.array).asarray(value, dtype=other.array.dtype))
+
+
+def _extreme(x, dim, keepdim, which, pairwise, over_all):
+    """max and min: over everything, along one axis (values, indices), or of two tensors."""
+    if isinstance(dim, Tensor):
+        return pairwise(x, dim)
+    if dim is None:
+        return over_all(x)
+    return namedtuple_of(which[3:], *index.extreme_pair(x, operator.index(dim), keepdim, which))
