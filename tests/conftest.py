@@ -1,10 +1,8 @@
-"""What every test has: one BLAS thread, random numbers from a known state, Hypothesis without chance, helpers to import."""
+"""What every test has: one BLAS thread, random numbers from a known state, Hypothesis without chance."""
 import os
-import sys
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")            # before NumPy is imported: pytest-xdist runs a process per core
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))      # importlib mode does not: `import gradcases`
 
 import importlib.util  # noqa: E402
 
@@ -14,10 +12,6 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 settings.register_profile("same-every-time", derandomize=True, deadline=None, database=None, max_examples=50,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.load_profile("same-every-time")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "torch: compares with PyTorch where it is installed, skipped elsewhere")
 
 
 def pytest_collection_modifyitems(items):

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 import tinygrad_tf
-from tinygrad_tf import Tensor, float64, from_numpy, manual_seed, tensor
+from tinygrad_tf import manual_seed, tensor
 from tinygrad_tf.autograd import Function
-from tinygrad_tf.ops import arithmetic, index, linear, reduce, shape
+from tinygrad_tf.ops import activation, arithmetic, attention, dropout, embedding, index, linear, loss, norm, reduce, shape, softmax
+from tinygrad_tf.tensor import ToDevice
 
 
 class Case(NamedTuple):
@@ -91,6 +92,11 @@ def constant(values):
     return recipe(f"constant {np.shape(values)}", lambda r: values, requires_grad=False)
 
 
+def spaced(first, step):
+    """first, first + step, …"""
+    return lambda *size: fixed(first + step * np.arange(math.prod(size)).reshape(size), note=f"{size}")
+
+
 def integers(values):
     return recipe(f"integers {np.shape(values)}", lambda r: values, requires_grad=False, dtype=np.int64)
 
@@ -121,9 +127,7 @@ for op, function, left, right in [
     case(op, lambda a, f=function: f(a, a), positive(3), note="one tensor twice")
 
 for op, function in [("Maximum", arithmetic.maximum), ("Minimum", arithmetic.minimum), ("Remainder", arithmetic.remainder)]:
-    offset = 0.1 if op != "Remainder" else 0.0  # the two operands have no values in common
-    left = (lambda *size: fixed(np.arange(math.prod(size)).reshape(size)[..., ::-1] * 0.7 + 0.35, note=f"{size}"))
-    right = (lambda *size: fixed(1.5 + np.arange(math.prod(size)).reshape(size) * 0.9, note=f"{size}"))
+    left, right = spaced(0.35, 0.7), spaced(1.5, -0.9)          # the two have no values in common, nor whole quotients
     case(op, function, left(3, 4), right(3, 4))
     case(op, function, left(2, 3, 4), right(4))
     case(op, function, left(4), right(3, 4))
@@ -148,13 +152,15 @@ case("Pow", lambda n: arithmetic.pow(tensor(np.array([0.0, 2.0])), n), positive(
 ELEMENTARY = [("Neg", arithmetic.neg, normal), ("Exp", arithmetic.exp, normal), ("Log", arithmetic.log, positive),
               ("Log1p", arithmetic.log1p, positive), ("Sqrt", arithmetic.sqrt, positive), ("Rsqrt", arithmetic.rsqrt, positive),
               ("Tanh", arithmetic.tanh, normal), ("Sigmoid", arithmetic.sigmoid, normal), ("Sin", arithmetic.sin, normal),
-              ("Cos", arithmetic.cos, normal), ("Abs", arithmetic.abs_, away), ("Round", arithmetic.round, lambda *s: fixed(
-                  np.linspace(-3.3, 3.4, math.prod(s)).reshape(s), note=f"{s}"))]
+              ("Cos", arithmetic.cos, normal), ("Abs", arithmetic.abs_, away), ("Round", arithmetic.round, spaced(-3.3, 0.75)),
+              ("Relu", activation.relu, away), ("LeakyRelu", activation.leaky_relu, away), ("Erf", activation.erf, normal),
+              ("Gelu", activation.gelu, normal), ("GeluTanh", lambda x: activation.gelu(x, approximate="tanh"), normal),
+              ("Silu", activation.silu, normal), ("Softplus", activation.softplus, normal)]
 for op, function, values in ELEMENTARY:
     for size in [(3, 4), (2, 1, 3), (1,), (), (0,), (2, 0)]:
         case(op, function, values(*size))
-for function in (arithmetic.floor, arithmetic.ceil, arithmetic.trunc, arithmetic.sign):
-    case("Round", function, fixed([-1.3, 0.6, 2.2]), note=f"function {CASES[-1].note}{len(CASES)}")
+for name in ("floor", "ceil", "trunc", "sign"):
+    case("Round", getattr(arithmetic, name), fixed([-1.3, 0.6, 2.2]), note=name)
 
 case("Clamp", lambda x: arithmetic.clamp(x, -1.03, 1.06), distinct(3, 4), note="both limits")
 case("Clamp", lambda x: arithmetic.clamp(x, min=0.05), distinct(3, 4), note="min")
@@ -162,8 +168,9 @@ case("Clamp", lambda x: arithmetic.clamp(x, max=0.05), distinct(3, 4), note="max
 case("Clamp", lambda x: arithmetic.clamp(x, -1, 1), fixed([0.3]), note="one element")
 case("Clamp", lambda x: arithmetic.clamp(x, -1, 1), normal(0, 2), note="no element")
 
-case("Cast", lambda x: arithmetic.cast(arithmetic.cast(x, np.dtype(np.float32)), np.dtype(np.float64)), fixed(
-    [0.5, -1.25, 3.0]), note="to float32 and back")
+for size in [(3, 4), (1,), (0, 2)]:             # float64 to float64: rounding to another type has no slope
+    case("Cast", lambda x: arithmetic.Cast.apply(x, np.dtype(np.float64)), normal(*size))
+    case("ToDevice", lambda x: ToDevice.apply(x, tinygrad_tf.device("cpu")), normal(*size))
 
 
 # --- reductions -----------------------------------------------------------------------------------------------------
@@ -181,8 +188,6 @@ for op, function, values in [
     if op == "Var":
         case(op, lambda x: reduce.var(x, correction=0), values(1), note="one element")
         case(op, lambda x: reduce.var(x, dim=1, correction=0), values(3, 4), note="correction 0")
-        case(op, lambda x: reduce.std(x, dim=1), values(3, 4), note="std")
-        case(op, lambda x: reduce.std(x, dim=0, unbiased=False, keepdim=True), values(3, 4), note="biased std")
     else:
         case(op, function, values(1), note="one element")
         case(op, function, values(), note="0-d")
@@ -193,6 +198,8 @@ for op, function in [("Sum", reduce.sum), ("Mean", reduce.mean)]:
 case("Sum", lambda x: reduce.sum(x, dim=0), normal(0, 3), note="over no element")
 for p in (1, 1.5, 3, math.inf, -math.inf, 0):
     case("Norm", lambda x, p=p: reduce.norm(x, p, dim=1), distinct(3, 4), note=f"p = {p}")
+case("Norm", lambda x: reduce.std(x, dim=1), normal(3, 4), note="std")
+case("Norm", lambda x: reduce.std(x, dim=(0, -1), unbiased=False, keepdim=True), normal(3, 2, 4), note="biased std of two axes")
 case("Norm", reduce.norm, fixed([0.0, 0.0, 2.0]), note="zeros among the elements")
 case("Norm", lambda x: reduce.norm(x, 3), fixed([0.0, 0.0, 2.0]), note="p = 3, zeros among the elements")
 
@@ -205,7 +212,8 @@ for op, function, values in [("Prod", reduce.prod, away), ("Cumsum", reduce.cums
     case(op, lambda x, f=function: f(x, 0), values(0, 3), note="over no element")
 case("Prod", reduce.prod, away(2, 3), note="all")
 case("Prod", lambda x: reduce.prod(x, 1, keepdim=True), away(2, 3), note="keepdim")
-case("Prod", lambda x: reduce.prod(x, 1), fixed([[0.0, 2.0, 3.0], [0.0, 2.0, 0.0], [1.0, 2.0, 3.0]]), note="none, one and two zeros in a row")
+case("Prod", lambda x: reduce.prod(x, 1), fixed([[0.0, 2.0, 3.0], [0.0, 2.0, 0.0], [1.0, 2.0, 3.0]]),
+     note="none, one and two zeros in a row")
 
 
 # --- shape ----------------------------------------------------------------------------------------------------------
@@ -307,13 +315,16 @@ case("Gather", lambda x, i: index.gather(x, 0, i), normal(3, 2), integers([[0, 2
 case("Gather", lambda x, i: index.gather(x, -1, i), normal(1), integers([0]), note="one element")
 case("Gather", lambda x, i: index.gather(x, 0, i), normal(3, 2), integers(np.zeros((0, 2))), note="no element")
 
+case("Gather", lambda x, i: index.gather(x, 0, i), normal(0, 2), integers(np.zeros((0, 2))), note="of no element")
+
 case("Scatter", lambda x, i, s: index.scatter(x, 1, i, s), normal(2, 4), integers([[0, 2], [3, 1]]), normal(2, 2), note="dim 1")
 case("Scatter", lambda x, i, s: index.scatter(x, 0, i, s), normal(3, 2), integers([[2, 0]]), normal(2, 2), note="dim 0, larger source")
 case("Scatter", lambda x, i: index.scatter(x, 1, i, 7.0), normal(2, 4), integers([[0, 0], [3, 1]]), note="a number, repeats")
 case("Scatter", lambda x, i, s: index.scatter(x, 0, i, s), normal(1), integers([0]), normal(1), note="one element")
 case("Scatter", lambda x, i, s: index.scatter(x, 0, i, s), normal(0), integers(np.zeros(0)), normal(0), note="no element")
 
-case("ScatterAdd", lambda x, i, s: index.scatter_add_(x, 1, i, s), normal(2, 3), integers([[0, 0, 2, 0], [1, 2, 2, 1]]), normal(2, 4), note="repeats")
+case("ScatterAdd", lambda x, i, s: index.scatter_add_(x, 1, i, s), normal(2, 3), integers([[0, 0, 2, 0], [1, 2, 2, 1]]), normal(2, 4),
+     note="repeats")
 case("ScatterAdd", lambda x, i, s: index.scatter_add_(x, 0, i, s), normal(3, 2), integers([[2, 0]]), normal(3, 2), note="larger source")
 case("ScatterAdd", lambda x, i, s: index.scatter_add_(x, 0, i, s), normal(1), integers([0]), normal(1), note="one element")
 case("ScatterAdd", lambda x, i, s: index.scatter_add_(x, 0, i, s), normal(2), integers(np.zeros(0)), normal(0), note="no element")
@@ -333,7 +344,8 @@ def set_item(i):
 
 
 for note, i, size in [("int", 1, (4,)), ("value broadcast", slice(0, 2), (4,)), ("number", (0, 0), ()), ("list", ([2, 0],), (2, 4)),
-                      ("column", (slice(None), 1), (3,)), ("…", ..., (3, 4)), ("0-d value", slice(None), ()), ("no element", slice(1, 1), (4,))]:
+                      ("column", (slice(None), 1), (3,)), ("…", ..., (3, 4)), ("0-d value", slice(None), ()),
+                          ("no element", slice(1, 1), (4,))]:
     case("SetItem", set_item(i), normal(3, 4), normal(*size), note=note)
 case("SetItem", set_item(0), normal(1), normal(), note="one element")
 case("SetItem", set_item(slice(None)), normal(0), normal(1), note="of no element")
@@ -369,7 +381,138 @@ case("Linear", linear.linear, normal(3, 3), normal(3, 3), note="without bias, sq
 case("Linear", linear.linear, normal(1, 1), normal(1, 1), normal(1), note="one element")
 case("Linear", lambda x, w: linear.linear(x, w), constant(np.eye(3)), normal(2, 3), note="constant input")
 
-for equation, *sizes in [("ij,jk->ik", (2, 3), (3, 2)), ("bhqd,bhkd->bhqk", (2, 2, 2, 3), (2, 2, 3, 3)), ("i,j->ij", (2,), (3,)), ("ij->ji", (2, 3)),
+for equation, *sizes in [("ij,jk->ik", (2, 3), (3, 2)), ("bhqd,bhkd->bhqk", (2, 2, 2, 3), (2, 2, 3, 3)), ("i,j->ij", (2,), (3,)),
+    ("ij->ji", (2, 3)),
                          ("ij->i", (2, 3)), ("ij->", (2, 2)), ("ij,ij->", (2, 2), (2, 2)), ("ij,jk,kl->il", (2, 2), (2, 3), (3, 2)),
-                         ("...ij,jk->...ik", (2, 2, 3), (3, 2)), ("ij,k->i", (2, 3), (2,)), ("i,i", (3,), (3,)), ("i->i", (1,)), ("ij,jk->ik", (0, 3), (3, 2))]:
+                         ("...ij,jk->...ik", (2, 2, 3), (3, 2)), ("ij,k->i", (2, 3), (2,)), ("i,i", (3,), (3,)), ("i->i", (1,)),
+                             ("ij,jk->ik", (0, 3), (3, 2))]:
     case("Einsum", lambda *xs, e=equation: linear.einsum(e, *xs), *(normal(*size) for size in sizes), note=f"{equation} {sizes}")
+
+
+# --- activations and softmax ----------------------------------------------------------------------------------------
+
+FAR = fixed([-9.0, -3.0, -0.2, 0.4, 2.5, 8.0], note="far from 0 and near it")
+for op, function in [("Erf", activation.erf), ("Gelu", activation.gelu), ("GeluTanh", lambda x: activation.gelu(x, approximate="tanh")),
+                     ("Silu", activation.silu), ("Softplus", activation.softplus), ("Tanh", arithmetic.tanh),
+                         ("Sigmoid", arithmetic.sigmoid)]:
+    case(op, function, FAR)
+case("LeakyRelu", lambda x: activation.leaky_relu(x, 0.3), away(5), note="slope 0.3")
+
+for op, function in [("Softmax", softmax.softmax), ("LogSoftmax", softmax.log_softmax), ("LogSumExp", softmax.logsumexp)]:
+    for dim in (0, 1, -1):
+        case(op, lambda x, f=function, dim=dim: f(x, dim), normal(2, 3, 4), note=f"dim {dim}")
+    case(op, lambda x, f=function: f(x, -1), normal(3, 3), note="square")
+    case(op, lambda x, f=function: f(x, 0), normal(), note="0-d")
+    case(op, lambda x, f=function: f(x, -1), normal(3, 1), note="one element in each row")
+    case(op, lambda x, f=function: f(x, 0), normal(1), note="one element")
+    case(op, lambda x, f=function: f(x, -1), normal(0, 3), note="no element")
+    case(op, lambda x, f=function: f(x * 300.0, -1), fixed([[0.001, 1.0, 1.002], [-2.0, -2.001, 0.5]]), note="large scores")
+for op, function in [("Softmax", softmax.softmax), ("LogSumExp", softmax.logsumexp),
+    ("LogSoftmax", lambda x, dim: softmax.log_softmax(x, dim)[x > -9])]:
+    case(op, lambda x, m, f=function: f(x.masked_fill(m, -math.inf), -1), normal(2, 3),
+         booleans([[False, True, False], [False, False, True]]),
+         note="blocked scores")
+case("LogSumExp", lambda x: softmax.logsumexp(x, (0, -1), keepdim=True), normal(2, 3, 4), note="two axes, keepdim")
+case("LogSumExp", lambda x: softmax.logsumexp(x, (0, 1)), normal(2, 3), note="all axes")
+
+
+# --- norms, dropout, embedding --------------------------------------------------------------------------------------
+
+for size, shape_of_norm in [((3, 4), (4,)), ((2, 3, 4), (4,)), ((2, 3, 4), (3, 4)), ((5,), (5,)), ((4, 4), (4,)), ((1,), (1,)),
+    ((0, 3), (3,)), ((2, 1, 3), (3,))]:
+    case("LayerNorm", lambda x, w, b, s=shape_of_norm: norm.layer_norm(x, s, w, b), normal(*size), normal(*shape_of_norm),
+         normal(*shape_of_norm))
+    case("RMSNorm", lambda x, w, s=shape_of_norm: norm.rms_norm(x, s, w, eps=1e-6), normal(*size), normal(*shape_of_norm))
+case("LayerNorm", lambda x: norm.layer_norm(x, 4), normal(3, 4), note="without weight and bias")
+case("LayerNorm", lambda x, w: norm.layer_norm(x, 4, w), normal(3, 4), normal(4), note="without bias")
+case("LayerNorm", lambda x, b: norm.layer_norm(x, 4, None, b), normal(3, 4), normal(4), note="without weight")
+case("LayerNorm", lambda x, w, b: norm.layer_norm(x, 4, w, b, eps=0.5), normal(3, 4), normal(4), normal(4), note="a large eps")
+case("LayerNorm", lambda x, w: norm.layer_norm(x + 100.0, 4, w), normal(3, 4), normal(4), note="beside a large mean")
+case("RMSNorm", lambda x: norm.rms_norm(x, 4), normal(3, 4), note="without weight")
+case("RMSNorm", lambda x, w: norm.rms_norm(x, 4, w, eps=0.5), normal(3, 4), normal(4), note="a large eps")
+
+
+def seeded(function):
+    """The function with the same random numbers at each call."""
+    def same(*args):
+        manual_seed(0)
+        return function(*args)
+    return same
+
+
+for size in [(4, 5), (2, 3, 4), (1,), (0, 3)]:
+    case("Dropout", seeded(lambda x: dropout.dropout(x, 0.4)), normal(*size))
+case("Dropout", seeded(lambda x: dropout.dropout(x, 0.9)), normal(20), note="p = 0.9")
+case("Dropout", lambda x: dropout.dropout(x, 1.0), normal(3), note="p = 1")
+
+case("Embedding", embedding.embedding, integers([1, 3, 1, 0, 1]), normal(4, 3), note="repeated ids")
+case("Embedding", embedding.embedding, integers([[0, 2], [2, 2]]), normal(3, 3), note="ids of two axes")
+case("Embedding", lambda i, w: embedding.embedding(i, w, padding_idx=2), integers([0, 1, 3]), normal(4, 2),
+     note="padding_idx that does not occur")
+case("Embedding", embedding.embedding, integers(0), normal(1, 1), note="one element")
+case("Embedding", embedding.embedding, integers([]), normal(3, 2), note="no id")
+case("Embedding", embedding.embedding, integers([]), normal(0, 2), note="no element")
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+WEIGHTS = constant([0.5, 2.0, 1.5])
+for op, function in [("CrossEntropy", loss.cross_entropy), ("NLLLoss", loss.nll_loss)]:
+    for reduction in ("mean", "sum", "none"):
+        case(op, lambda x, t, f=function, r=reduction: f(x, t, reduction=r), normal(4, 3), integers([2, 0, 0, 1]), note=reduction)
+        case(op, lambda x, t, w, f=function, r=reduction: f(x, t, w, reduction=r), normal(4, 3), integers([2, 0, 0, 1]), WEIGHTS,
+             note=f"{reduction}, weights")
+        case(op, lambda x, t, f=function, r=reduction: f(x, t, ignore_index=0, reduction=r), normal(4, 3), integers([2, 0, 0, 1]),
+             note=f"{reduction}, ignored")
+        case(op, lambda x, t, f=function, r=reduction: f(x, t, reduction=r), normal(2, 3, 2, 2),
+             integers(np.arange(8).reshape(2, 2, 2) % 3), note=f"{reduction}, classes on axis 1 of 4")
+    case(op, lambda x, t, f=function: f(x, t), normal(3), integers(1), note="one row without a batch")
+    case(op, lambda x, t, f=function: f(x, t), normal(3, 3), integers([0, 1, 2]), note="square")
+    case(op, lambda x, t, f=function: f(x, t), normal(1, 1), integers([0]), note="one element")
+    case(op, lambda x, t, f=function: f(x, t, reduction="sum"), normal(0, 3), integers([]), note="no element")
+    case(op, lambda x, t, f=function: f(x, t, reduction="sum"), normal(2, 3), integers([-100, -100]), note="all ignored")
+for reduction in ("mean", "sum", "none"):
+    case("CrossEntropy", lambda x, t, r=reduction: loss.cross_entropy(x, t, reduction=r, label_smoothing=0.2), normal(4, 3),
+         integers([2, -100, 0, 1]), note=f"{reduction}, label smoothing")
+    case("CrossEntropy", lambda x, t, w, r=reduction: loss.cross_entropy(x, t, w, reduction=r, label_smoothing=0.2), normal(4, 3),
+         integers([2, 0, -100, 1]), WEIGHTS, note=f"{reduction}, label smoothing, weights")
+case("CrossEntropy", lambda x, t: loss.cross_entropy(x * 300.0, t), fixed([[1.0, 1.001, -2.0], [0.5, 0.3, 0.501]]), integers([0, 0]),
+     note="large scores")
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+attend = attention.scaled_dot_product_attention
+SEES = [[True, False, True], [False, False, False], [True, True, False]]        # the second query sees nothing
+
+
+def attend_weights(q, k, v, *mask, **options):
+    return attention.attention_weights(q, k, *mask, **options)
+
+
+for op, function, values in [("Attention", attend, True), ("AttentionWeights", attend_weights, False)]:
+    def with_values(q, k, v, values=values):
+        return (normal(*q), normal(*k), normal(*v)) if values else (normal(*q), normal(*k), constant(np.zeros(v)))
+    three = with_values((3, 2), (3, 2), (3, 2))
+    case(op, function, *three, note="[T, Dh]")
+    case(op, function, *with_values((2, 2, 3, 2), (2, 2, 4, 2), (2, 2, 4, 3)), note="[B, H, T, Dh], Tq ≠ Tk, Dv ≠ Dh")
+    case(op, function, *with_values((3, 3), (3, 3), (3, 3)), note="all square")
+    case(op, function, *with_values((2, 3, 2), (3, 2), (3, 2)), note="one key for a batch of queries")
+    case(op, lambda *x, f=function: f(*x, is_causal=True), *with_values((2, 4, 2), (2, 4, 2), (2, 4, 2)), note="causal")
+    case(op, lambda *x, f=function: f(*x, is_causal=True), *with_values((3, 2), (5, 2), (5, 2)), note="causal, Tq < Tk")
+    case(op, lambda *x, f=function: f(*x, scale=0.3), *three, note="scale")
+    case(op, function, *three, booleans(SEES), note="boolean mask, a query that sees nothing")
+    case(op, function, *with_values((2, 2, 3, 2), (2, 2, 3, 2), (2, 2, 3, 2)),
+         booleans([[[[True, True, False]]], [[[False, True, True]]]]), note="padding")
+    case(op, function, *three, normal(3, 3), note="float mask with gradient")
+    case(op, function, *with_values((2, 2, 3, 2), (2, 2, 3, 2), (2, 2, 3, 2)), normal(2, 1, 3), note="float mask broadcast")
+    case(op, function, *three, normal(2, 3, 3), note="float mask with more axes than the scores")
+    case(op, function, *three, constant(np.where(SEES, 0.0, -np.inf)), note="float mask of −inf")
+    case(op, lambda *x, f=function: f(*x, enable_gqa=True), *with_values((4, 3, 2), (2, 3, 2), (2, 3, 2)), note="grouped heads")
+    case(op, function, *with_values((1, 1), (1, 1), (1, 1)), note="one element")
+    case(op, function, *with_values((0, 2), (3, 2), (3, 2)), note="no query")
+    case(op, function, *with_values((3, 2), (0, 2), (0, 2)), note="no key")
+case("Attention", seeded(lambda q, k, v: attend(q, k, v, dropout_p=0.4)), normal(2, 4, 2), normal(2, 4, 2), normal(2, 4, 2), note="dropout")
+case("Attention", seeded(lambda q, k, v: attend(q, k, v, dropout_p=0.4, is_causal=True)), normal(4, 2), normal(4, 2), normal(4, 2),
+     note="causal, dropout")
+case("Attention", lambda x: attend(x, x, x), normal(3, 2), note="one tensor three times")

@@ -212,11 +212,17 @@ class Version:
 
     `writes` counts all of them, `recorded` those that became part of a graph: what other tensors of this memory know of
     their own history is no longer true after such a write.
+    `leaf` refers weakly to the leaf that requires a gradient and lies here, if there is one.
     """
-    __slots__ = ("writes", "recorded", "__weakref__")
+    __slots__ = ("writes", "recorded", "leaf", "__weakref__")
 
     def __init__(self):
-        self.writes = self.recorded = 0
+        self.writes, self.recorded, self.leaf = 0, 0, None
+
+    def has_leaf(self):
+        """True while a leaf that requires a gradient lies in this memory."""
+        leaf = self.leaf and self.leaf()
+        return leaf is not None and leaf.requires_grad and leaf.version is self
 
 
 def _version_of(out, tensors):
@@ -377,6 +383,9 @@ def _accumulate(leaf, g, owned):
         g, owned = (g, False) if changed is None else (changed.array, False)
     if leaf.grad is None:
         leaf.grad = constant(g if owned else g.copy())
+    elif leaf.grad.array.shape != g.shape:
+        raise RuntimeError(f"backward: .grad has shape {tuple(leaf.grad.shape)} but its tensor has shape {g.shape}; "
+                           f"set .grad to None, or to a tensor of the same shape")
     else:
         leaf.grad.array += g
         leaf.grad.version.writes += 1

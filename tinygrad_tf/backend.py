@@ -10,6 +10,9 @@ import sys
 import numpy as np
 
 
+quiet = np.errstate(all="ignore")               # @quiet on a forward or backward: inf and NaN are results, as in PyTorch, no warnings
+
+
 class device:
     """Where an array lives: `device("cpu")`, `device("cuda")`, `device("cuda:1")`, `device("cuda", 1)`."""
 

@@ -4,17 +4,27 @@ What a user can get wrong ends in one sentence on standard error and exit status
 """
 import argparse
 import dataclasses
-import math
+import importlib.util
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
 
 from . import __version__
-from .backend import tune_allocator
-from .training.config import PRESETS, TrainConfig
+from .backend import get_default_device, module_of, tune_allocator
+from .creation import tensor
+from .data import baselines, load_text, require_length
+from .generation import stream
+from .random import Generator
+from .training import PRESETS, TrainConfig, Trainer, evaluation
+from .training.checkpoint import one_line, write_atomically
+from .training.trainer import CHECKPOINT, encode_split, load_model
 
+PROGRAM = "python -m tinygrad_tf" if Path(sys.argv[0]).name == "__main__.py" else "tinygrad-tf"
 RUNS = Path("runs")
+INTERRUPTED, READER_LEFT = 130, 141             # what a shell reports for SIGINT and for SIGPIPE: 128 + the signal's number
+SETTINGS = [field.name for field in dataclasses.fields(TrainConfig)]
 
 
 class UserError(Exception):
@@ -23,36 +33,87 @@ class UserError(Exception):
 
 def main(argv=None):
     """Runs one command and returns its exit status."""
+    prepare_streams()
+    try:
+        try:
+            return run(argv)
+        finally:
+            sys.stdout.flush()                          # what fails here must not fail at exit, where nobody can catch it
+    except KeyboardInterrupt:
+        return fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:                             # `tinygrad-tf generate | head`: the reader has seen enough
+        return leave_output(READER_LEFT)
+    except (UserError, ValueError, OSError, FloatingPointError, MemoryError, ImportError) as error:
+        return leave_output(fail(sentence(error), 2))
+
+
+def run(argv):
     arguments = build_parser().parse_args(argv)
+    check_installation()
+    return arguments.command(arguments) or 0
+
+
+def prepare_streams():
+    """Standard streams that exist and take any character: a closed one becomes /dev/null, a missing letter becomes "?"."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The lowest free descriptor is this very number: no file opened later can take its place.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if number == 0 else "w"))
     for out in (sys.stdout, sys.stderr):
         if hasattr(out, "reconfigure"):
-            out.reconfigure(errors="replace")           # a terminal that lacks a character shows ? and does not fail
+            out.reconfigure(errors="replace")
+
+
+def check_installation():
+    """Before any work is done: what is missing says how to get it."""
+    if missing := [name for name in ("safetensors", "tqdm", "matplotlib") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"the command line needs packages that are not installed: pip install {' '.join(missing)}")
     try:
-        return arguments.command(arguments) or 0
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:                             # `tinygrad-tf generate | head`: the reader has seen enough
+        module_of(get_default_device())
+    except RuntimeError as error:
+        raise UserError(one_line(error)) from None
+
+
+def fail(message, status):
+    """Says why, as far as anybody listens, and returns the exit status."""
+    try:
+        print(f"tinygrad-tf: {message}", file=sys.stderr, flush=True)
+    except OSError:
+        pass
+    return status
+
+
+def leave_output(status):
+    """Returns the exit status; where standard output can take nothing more, Python is kept from trying it again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (UserError, ValueError, OSError, FloatingPointError, MemoryError) as error:
-        print(f"tinygrad-tf: {sentence(error)}", file=sys.stderr)
-        return 2
+    return status
 
 
 def sentence(error):
     if isinstance(error, MemoryError):
         return "out of memory; use a smaller --batch-size, --context or --dim"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(str(error).split())
+        return f"{error.filename or 'the output'}: {error.strerror}"
+    return one_line(error)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
+class Parser(argparse.ArgumentParser):
+    """One sentence instead of the usage; and no abbreviations, which later flags would make ambiguous."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        raise UserError(f"{one_line(message)}; see {self.prog} --help")
+
+
 def build_parser():
-    parser = argparse.ArgumentParser("tinygrad-tf", description="Train a small Transformer on text, and let it write.",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(PROGRAM, description="Train a small Transformer on text, and let it write.")
     parser.add_argument("--version", action="version", version=f"tinygrad_tf {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
@@ -66,7 +127,7 @@ def _add_train(commands):
     p.add_argument("--text", nargs="+", metavar="TEXT", help="UTF-8 files, or the name of a corpus: python-docs (default), shakespeare")
     p.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/minigpt, or the next free number)")
     p.add_argument("--resume", nargs="?", const=True, metavar="DIR", help="continue an interrupted run (default: the newest)")
-    p.add_argument("--preset", choices=sorted(PRESETS), default="tiny", help="sizes and schedule to start from (default: tiny)")
+    p.add_argument("--preset", choices=sorted(PRESETS), help="sizes and schedule to start from (default: tiny)")
     for field in dataclasses.fields(TrainConfig):
         p.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), metavar=type(field.default).__name__.upper(),
                        help=f"instead of the preset's (tiny: {field.default})")
@@ -98,30 +159,44 @@ def _add_evaluate(commands):
 # --- train ------------------------------------------------------------------------------------------------------------
 
 def train(arguments):
-    from .training.trainer import CHECKPOINT, Trainer
     tune_allocator()
-    if arguments.resume:
-        folder = newest_run() if arguments.resume is True else Path(arguments.resume)
-        if changed := [f.name for f in dataclasses.fields(TrainConfig) if getattr(arguments, f.name) is not None]:
-            raise UserError(f"--resume continues with the settings of the run; leave out --{changed[0].replace('_', '-')}")
-        trainer = Trainer.resume(folder, arguments.text)
-        print(f"Resuming {folder} at step {trainer.step} of {trainer.config.steps}.")
-    else:
-        trainer = Trainer(configuration(arguments), arguments.text or ["python-docs"], arguments.out or free_folder())
-        if (trainer.folder / CHECKPOINT).exists():
-            raise UserError(f"{trainer.folder} already holds a run: continue it with --resume {trainer.folder}, or name another --out")
-        trainer.folder.mkdir(parents=True, exist_ok=True)
+    trainer = start(arguments) if arguments.resume is None else resume(arguments)
     describe(trainer)
-    if not train_with_bar(trainer):
-        print(f"Interrupted at step {trainer.step}; everything is saved. Continue with:  tinygrad-tf train --resume {trainer.folder}")
-        return 130
+    resume_command = f"{PROGRAM} train --resume {shlex.quote(str(trainer.folder))}"
+    try:
+        complete = train_with_bar(trainer)
+    except KeyboardInterrupt:
+        return fail(f"stopped at once; continue from the last checkpoint with:  {resume_command}", INTERRUPTED)
+    if not complete:
+        print(f"Interrupted at step {trainer.step}; everything is saved. Continue with:  {resume_command}")
+        return INTERRUPTED
     finish(trainer)
+
+
+def start(arguments):
+    """A new run, in a folder that holds none."""
+    folder = arguments.out or free_folder()
+    if (folder / CHECKPOINT).exists():
+        raise UserError(f"{folder} already holds a run: continue it with --resume {shlex.quote(str(folder))}, or name another --out")
+    trainer = Trainer(configuration(arguments), arguments.text or ["python-docs"], folder)
+    folder.mkdir(parents=True, exist_ok=arguments.out is not None)      # two commands never choose one free folder
+    return trainer
+
+
+def resume(arguments):
+    """A run as its checkpoint left it."""
+    if given := [name for name in ("out", "preset", *SETTINGS) if getattr(arguments, name) is not None]:
+        raise UserError(f"--resume continues with the folder and settings of the run; leave out --{given[0].replace('_', '-')}")
+    folder = newest_run() if arguments.resume is True else Path(arguments.resume)
+    trainer = Trainer.resume(folder, arguments.text)
+    print(f"Resuming {folder} at step {trainer.step} of {trainer.config.steps}.")
+    return trainer
 
 
 def configuration(arguments):
     """The preset with the flags that were given."""
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(TrainConfig)}
-    return dataclasses.replace(PRESETS[arguments.preset], **{k: v for k, v in given.items() if v is not None})
+    given = {name: getattr(arguments, name) for name in SETTINGS if getattr(arguments, name) is not None}
+    return dataclasses.replace(PRESETS[arguments.preset or "tiny"], **given)
 
 
 def free_folder():
@@ -131,9 +206,9 @@ def free_folder():
 
 
 def newest_run():
-    found = sorted(RUNS.glob("*/checkpoint.safetensors"), key=lambda p: p.stat().st_mtime)
+    found = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda p: p.stat().st_mtime)
     if not found:
-        raise UserError("there is no run in runs/ yet; train one with `tinygrad-tf train`, or name its folder")
+        raise UserError(f"there is no run in {RUNS}/ yet; train one with `{PROGRAM} train`, or name its folder")
     return found[-1].parent
 
 
@@ -149,14 +224,14 @@ def train_with_bar(trainer):
     """Trains under a progress bar. Ctrl-C finishes the step, saves, and returns False; a second one stops at once."""
     from tqdm import tqdm
     stop = StopSignal()
-    bar = tqdm(total=trainer.config.steps, initial=trainer.step, unit="step", disable=None, dynamic_ncols=True)
+    bar = tqdm(total=trainer.config.steps, initial=trainer.step, unit=" steps", disable=None, dynamic_ncols=True)
 
     def report(step, loss, lr, tokens_per_second, validation_loss):
         bar.update()
-        bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.1e}", tok_s=f"{tokens_per_second:,.0f}", refresh=False)
+        bar.set_postfix_str(f"loss {loss:.3f}, lr {lr:.1e}, {tokens_per_second:,.0f} tokens/s", refresh=False)
         if validation_loss is not None:
-            tqdm.write(f"step {step:5d}   training loss {loss:.3f}   validation loss {validation_loss:.4f}   "
-                       f"{tokens_per_second:,.0f} tokens/s")
+            bar.write(f"step {step:5d}   training loss {loss:.3f}   validation loss {validation_loss:.4f}   "
+                      f"{tokens_per_second:,.0f} tokens/s")
             sys.stdout.flush()
     with bar, stop:
         return trainer.run(should_stop=lambda: stop.requested, report=report)
@@ -190,72 +265,57 @@ class StopSignal:
 
 def finish(trainer):
     """The results: losses beside the baselines, the curve, and a sample."""
-    baselines = trainer.baselines()
-    trainer.save()
-    trainer.metrics.draw(baselines)
-    loss = [row["validation_loss"] for row in trainer.metrics.rows if row["validation_loss"] is not None][-1]
-    print_comparison(loss, baselines)
-    sample = sample_text(trainer.model, trainer.tokenizer, "\n", 400, 0.8, None, trainer.config.seed)
-    from .training.checkpoint import write_atomically
+    ngrams = trainer.baselines()
+    trainer.metrics.draw(ngrams)
+    print_comparison(trainer.metrics.column("validation_loss")[1][-1], ngrams)
+    sample = "".join(stream_text(trainer.model, trainer.tokenizer, "\n", 400, 0.8, None, trainer.config.seed))
     write_atomically(trainer.folder / "sample.txt", sample)
     print(f"\nA sample (temperature 0.8):\n{sample}\n")
-    print(f"Written to {trainer.folder}/: checkpoint.safetensors, metrics.csv, loss.png, sample.txt")
+    print(f"Written to {trainer.folder}/: {CHECKPOINT}, metrics.csv, loss.png, sample.txt")
 
 
-def print_comparison(loss, baselines):
-    print(f"\n{'':24s}nats per character   perplexity")
-    for n, nats in sorted(baselines.items()):
-        print(f"  {n}-gram baseline       {nats:10.4f}         {math.exp(nats):8.3f}")
-    print(f"  MiniGPT, validation   {loss:10.4f}         {math.exp(loss):8.3f}")
-    beaten = [n for n, nats in baselines.items() if loss < nats]
-    print(f"MiniGPT beats the {max(beaten)}-gram model." if beaten else "MiniGPT is not yet better than letter frequencies: train longer.")
-
-
-def sample_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed):
-    return prompt.lstrip("\n") + "".join(stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed))
+def print_comparison(loss, ngrams):
+    rows = {f"{n}-gram baseline": nats for n, nats in sorted(ngrams.items())} | {"MiniGPT, validation": loss}
+    print(f"\n{'':22s}nats per character   perplexity")
+    for name, nats in rows.items():
+        print(f"  {name:20s}{nats:12.4f}         {evaluation.perplexity(nats):8.3f}")
+    beaten = [f"{n}-gram" for n, nats in sorted(ngrams.items()) if loss < nats]
+    print(f"MiniGPT beats: {', '.join(beaten)}." if beaten else "MiniGPT is not yet better than letter frequencies: train longer.")
 
 
 def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed):
-    """Yields the continuation of a prompt as text, character by character."""
-    from .creation import tensor
-    from .generation import stream
-    from .random import Generator
+    """The continuation of a prompt, character by character. ValueError, before the first, for what cannot be done."""
     ids = tensor(tokenizer.encode(prompt, errors="strict")[None])
-    generator = Generator().manual_seed(seed)
-    for next_id in stream(model, ids, max_new_tokens, temperature, top_k, generator):
-        yield tokenizer.decode(next_id.array[0])
+    tokens = stream(model, ids, max_new_tokens, temperature, top_k, Generator().manual_seed(seed))
+    return (tokenizer.decode(next_id.numpy()[0]) for next_id in tokens)
 
 
 # --- generate and evaluate --------------------------------------------------------------------------------------------
 
 def generate(arguments):
-    from .training.trainer import load_model
     if not arguments.prompt:
         raise UserError("--prompt is empty; give at least one character")
     model, tokenizer, _ = load_model(arguments.run or newest_run())
+    if unknown := [character for character in arguments.prompt if character not in tokenizer.characters]:
+        raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
     pieces = stream_text(model, tokenizer, arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.top_k,
                          arguments.seed)
-    first = next(pieces, "")                            # whatever is wrong is said before anything is printed
-    print(arguments.prompt.lstrip("\n") + first, end="", flush=True)
+    print(arguments.prompt.lstrip("\n"), end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print(flush=True)
 
 
 def evaluate(arguments):
-    from .data import baselines, load_text, require_length
-    from .training import evaluation
-    from .training.checkpoint import load_checkpoint
-    from .training.trainer import CHECKPOINT, encode_split, load_model
     tune_allocator()
     folder = arguments.run or newest_run()
-    model, tokenizer, config = load_model(folder)
-    sources = arguments.text or load_checkpoint(folder / CHECKPOINT)[1]["sources"]
-    text_tokenizer, train_ids, validation_ids = encode_split(load_text(sources), tokenizer)
+    model, tokenizer, state = load_model(folder)
+    sources = arguments.text or state["sources"]
+    _, train_ids, validation_ids = encode_split(load_text(sources), tokenizer)
     require_length(validation_ids, 1, "held-out text")
-    loss = evaluation.evaluate(model, validation_ids, config.context)
-    print(f"{folder} on {' '.join(map(str, sources))}: {len(validation_ids):,} held-out characters")
-    print_comparison(loss, baselines(train_ids, validation_ids, text_tokenizer.vocab_size))
+    loss = evaluation.evaluate(model, validation_ids, model.max_seq_len)
+    print(f"{folder} on {' '.join(sources)}: {len(validation_ids):,} held-out characters")
+    print_comparison(loss, baselines(train_ids, validation_ids, tokenizer.vocab_size))
 
 
 if __name__ == "__main__":

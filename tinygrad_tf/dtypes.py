@@ -46,6 +46,8 @@ float32 = float_ = dtype("float32", np.float32)
 float64 = double = dtype("float64", np.float64)
 
 DTYPES = (bool_, uint8, int8, int16, int32, int64, float16, float32, float64)
+TENSOR_NAMES = {"bool": "Bool", "uint8": "Byte", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "float16": "Half",
+                "float32": "Float", "float64": "Double"}
 _OURS = {d.numpy: d for d in DTYPES}
 _CATEGORY = {"b": 0, "i": 1, "u": 1, "f": 2}
 

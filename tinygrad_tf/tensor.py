@@ -1,5 +1,6 @@
 """`Tensor`: an array, its gradient, and the node that made it. Each method is one line onto an operation."""
 import operator
+import weakref
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Tensor:
     grad_fn = property(lambda self: self.node)
     is_cuda = property(lambda self: self.device.type == "cuda")
     T = property(lambda self: shapes.permute(self, *range(self.ndim)[::-1]))
-    mT = property(lambda self: shapes.transpose(self, -2, -1))
+    mT = property(lambda self: shapes.transpose_matrices(self))
 
     @property
     def data(self):
@@ -139,6 +140,8 @@ class Tensor:
         if not requires_grad and self.node is not None:
             raise RuntimeError("requires_grad: can only be switched off for leaf tensors; use .detach()")
         self.requires_grad = bool(requires_grad)
+        if requires_grad and self.node is None:
+            self.version.leaf = weakref.ref(self)
         return self
 
     def retain_grad(self):
@@ -160,7 +163,8 @@ class Tensor:
         """Raises when a recorded in-place write through another tensor made this one's history untrue."""
         if self.seen is not None and self.seen != self.version.recorded:
             raise RuntimeError("this tensor shares memory with one that was written in place as part of a graph, so its own "
-                               "history no longer holds; take the view after the write, or write to a .clone()")
+                               "history no longer holds; write through the tensor itself (x[i] = …), take the view after the write, or "
+                               "write to a .clone()")
 
     # --- writing in place ---------------------------------------------------------------------------------------------
     def _write(self, op, *args, **kwargs):
@@ -179,6 +183,9 @@ class Tensor:
         if result.array.dtype.kind == "f" and self.array.dtype.kind != "f" or \
                 result.array.dtype.kind != "b" and self.array.dtype.kind == "b":
             raise RuntimeError(f"in-place: result type {result.dtype} can't be cast to the desired output type {self.dtype}")
+        if result.node is not None and self.version.has_leaf():
+            raise RuntimeError("a view of a leaf Tensor that requires grad is being used in an in-place operation; "
+                               "do it inside no_grad(), or on a .clone() of the leaf")
         self._store(result.array)
         if result.node is not None:
             self._adopt(result.node)
@@ -192,6 +199,8 @@ class Tensor:
         self.version.writes += 1
 
     def _adopt(self, node):
+        if self.node is not None and self.node.retained:        # retain_grad means this tensor as it is at the end
+            node.retained, self.node.retained = self.node.retained, None
         self.node, self.requires_grad = node, True
         self.version.recorded += 1
         self.seen = self.version.recorded
@@ -206,15 +215,14 @@ class Tensor:
             self.version.writes += 1
 
     def copy_(self, other):
-        return self._write(lambda x, v: shapes.expand(arithmetic.cast(v, x.array.dtype), x.array.shape).clone(), as_tensor_like(other, self))
+        self[...] = as_tensor_like(other, self)
+        return self
     def zero_(self): return self.fill_(0)
     def fill_(self, value):
-        return self._write(lambda x, v: index.MaskedFill.apply(x, np.ones((), bool), autograd.array_of(v)), value)
+        return self._write(lambda x, v: index.MaskedFill.apply(x, np.ones((), bool), v), value)
     def _fill_with(self, numbers):
-        """Random numbers drawn on the host, written in place without history."""
-        if self.requires_grad and autograd.is_grad_enabled() and self.node is None:
-            raise RuntimeError("a leaf Tensor that requires grad is being used in an in-place operation; do it inside no_grad()")
-        self._store(array_module(self.array).asarray(numbers))
+        """Random numbers drawn on the host, written in place."""
+        self[...] = constant(array_module(self.array).asarray(numbers))
         return self
 
     def uniform_(self, a=0.0, b=1.0, *, generator=None):
@@ -245,7 +253,8 @@ class Tensor:
         return y.clone() if copy and y is self else y
 
     def type(self, dtype=None):
-        return f"torch.{'Float' if self.dtype is dtypes.float32 else self.dtype.name.capitalize()}Tensor" if dtype is None else self.to(dtype)
+        """PyTorch's name of this kind of tensor, `torch.FloatTensor`; with a dtype, the tensor in that dtype."""
+        return f"torch.{dtypes.TENSOR_NAMES[self.dtype.name]}Tensor" if dtype is None else self.to(dtype)
     def type_as(self, other): return self.to(other.dtype)
     def float(self): return self.to(dtypes.float32)
     def double(self): return self.to(dtypes.float64)
@@ -260,7 +269,7 @@ class Tensor:
         if self.node is not None:
             raise RuntimeError("deepcopy: only leaf tensors can be copied; use .detach().clone() of a computed tensor")
         copied = self._wrap(self.array.copy(), None, Version())
-        copied.requires_grad = self.requires_grad
+        copied.requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         copied.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
         return copied
@@ -292,22 +301,15 @@ class Tensor:
         return multinomial(self, num_samples, replacement, generator=generator)
 
     # --- operators ----------------------------------------------------------------------------------------------------
-    def __radd__(self, other): return arithmetic.add(other, self)
-    def __rsub__(self, other): return arithmetic.sub(other, self)
-    def __rmul__(self, other): return arithmetic.mul(other, self)
-    def __rtruediv__(self, other): return arithmetic.div(other, self)
-    def __rpow__(self, other): return arithmetic.pow(other, self)
-    def __rfloordiv__(self, other): return arithmetic.floor_divide(other, self)
-    def __rmod__(self, other): return arithmetic.remainder(other, self)
     def __pos__(self): return self
 
 
-def _operator(op):
+def _operator(op, reflected=False):
     """An operator that leaves operands it does not know to the other side, so that Python raises its usual TypeError."""
     def method(self, other):
         if not isinstance(other, (Tensor, *_NUMBERS)):
             return NotImplemented
-        return op(self, other)
+        return op(other, self) if reflected else op(self, other)
     return method
 
 
@@ -317,6 +319,8 @@ for _name, _op in {"add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmet
                    "eq": arithmetic.eq, "ne": arithmetic.ne, "lt": arithmetic.lt, "le": arithmetic.le, "gt": arithmetic.gt,
                    "ge": arithmetic.ge, "and": arithmetic.bitwise_and, "or": arithmetic.bitwise_or, "xor": arithmetic.bitwise_xor}.items():
     setattr(Tensor, f"__{_name}__", _operator(_op))
+    if _name not in ("matmul", "eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(Tensor, f"__r{_name}__", _operator(_op, reflected=True))
 
 Tensor.__neg__, Tensor.__abs__, Tensor.__invert__ = arithmetic.neg, arithmetic.abs_, arithmetic.bitwise_not
 Tensor.__getitem__ = index.getitem
@@ -349,14 +353,15 @@ def _in_place(op):
 
 
 _IN_PLACE = {arithmetic: "add sub mul div pow neg exp log sqrt rsqrt tanh sigmoid sin cos clamp clamp_min clamp_max round floor ceil "
-                         "lerp addcmul addcdiv reciprocal square remainder", index: "masked_fill scatter index_add", shapes: "tril triu",
+                         "lerp addcmul addcdiv reciprocal square remainder floor_divide bitwise_and bitwise_or bitwise_xor trunc sign", index: "masked_fill scatter index_add", shapes: "tril triu",
              activation: "relu"}
 for _room, _names in _IN_PLACE.items():
     for _name in _names.split():
         setattr(Tensor, _name + "_", _in_place(getattr(_room, _name)))
 Tensor.scatter_add_, Tensor.abs_ = _in_place(index.scatter_add_), _in_place(arithmetic.abs_)
-for _name in "add sub mul truediv pow".split():
-    setattr(Tensor, f"__i{_name}__", getattr(Tensor, ("div" if _name == "truediv" else _name) + "_"))
+for _name, _method in {"add": "add_", "sub": "sub_", "mul": "mul_", "truediv": "div_", "floordiv": "floor_divide_", "mod": "remainder_",
+                       "pow": "pow_", "and": "bitwise_and_", "or": "bitwise_or_", "xor": "bitwise_xor_"}.items():
+    setattr(Tensor, f"__i{_name}__", getattr(Tensor, _method))
 
 
 class ToDevice(autograd.Function):
@@ -394,5 +399,7 @@ def _extreme(x, dim, keepdim, which, pairwise, over_all):
     if isinstance(dim, Tensor):
         return pairwise(x, dim)
     if dim is None:
+        if keepdim:
+            raise TypeError(f"{which[3:]}: keepdim=True needs a dim; amax and amin take it without")
         return over_all(x)
-    return namedtuple_of(which[3:], *index.extreme_pair(x, operator.index(dim), keepdim, which))
+    return namedtuple_of(which[3:], *index.extreme_pair(x, dim, keepdim, which))

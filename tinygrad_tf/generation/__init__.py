@@ -1,4 +1,4 @@
 """Text from a trained model: the KV cache, sampling, and the loop that streams tokens."""
 from .cache import KVCache
-from .generator import generate, stream
+from .generator import generate, inference, stream
 from .sampling import sample

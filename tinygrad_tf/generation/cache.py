@@ -6,13 +6,14 @@ from ..backend import array_module
 class KVCache:
     """Keys and values of every layer, each [B, Hkv, capacity, Dh], allocated once and written from the left.
 
-    Unlike the guide's concatenation nothing is moved when a token comes. Writing past the capacity raises before
+    Unlike the guide's concatenation nothing is moved when a token comes. What does not fit raises ValueError before
     anything is changed. Inference only: what is cached has no history.
     """
 
     def __init__(self, num_layers, capacity):
-        if capacity < 1:
-            raise ValueError(f"KVCache: capacity must be at least 1, got {capacity}")
+        for name, value in ("num_layers", num_layers), ("capacity", capacity):
+            if value < 1:
+                raise ValueError(f"KVCache: {name} must be at least 1, got {value}")
         self.capacity = capacity
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
 
@@ -21,8 +22,12 @@ class KVCache:
 
     @property
     def length(self):
-        """Tokens that every layer holds."""
-        return self.layers[-1].length
+        """Tokens that every layer holds. RuntimeError where a forward pass was cut short and the layers disagree."""
+        lengths = {layer.length for layer in self.layers}
+        if len(lengths) > 1:
+            raise RuntimeError(f"KVCache: its layers hold {sorted(lengths)} tokens, because a forward pass did not reach all of them; "
+                               f"reset() it and read the text anew")
+        return lengths.pop()
 
     @property
     def nbytes(self):
@@ -45,17 +50,29 @@ class LayerCache:
     def update(self, k, v):
         """Appends k, v [B, Hkv, T, Dh] and returns all that is cached, as views [B, Hkv, length, Dh]."""
         end = self.length + k.shape[2]
-        if end > self.capacity:
-            raise ValueError(f"KVCache: {k.shape[2]} new tokens after {self.length} exceed the capacity of {self.capacity}; reset it, or "
-                             f"allocate a larger one")
+        self._check(k, v, end)
         if self.k is None:
             self.k, self.v = (self._allocate(a.array) for a in (k, v))
-        if self.k.shape[:2] != k.shape[:2]:
-            raise ValueError(f"KVCache: holds [B, Hkv] = {self.k.shape[:2]}, got {tuple(k.shape[:2])}; use one cache for one batch")
         self.k[:, :, self.length:end], self.v[:, :, self.length:end] = k.array, v.array
         self.length = end
         return constant(self.k[:, :, :end]), constant(self.v[:, :, :end])
 
+    def _check(self, k, v, end):
+        if k.requires_grad or v.requires_grad:
+            raise RuntimeError("KVCache: gradients cannot flow through cached keys and values; use it under no_grad()")
+        if end > self.capacity:
+            raise ValueError(f"KVCache: {k.shape[2]} new tokens after {self.length} exceed the capacity of {self.capacity}; reset it, "
+                             f"or allocate a larger one")
+        for a, cached in (k, self.k), (v, self.v):
+            if cached is not None and _row(a.array) != _row(cached):
+                raise ValueError(f"KVCache: holds {_row(cached)}, got {_row(a.array)}; use one cache for one batch of one model")
+
     def _allocate(self, a):
         B, Hkv, _, Dh = a.shape
         return array_module(a).zeros((B, Hkv, self.capacity, Dh), dtype=a.dtype)
+
+
+def _row(a):
+    """What must be the same for every token of a cache."""
+    B, Hkv, _, Dh = a.shape
+    return f"[B, Hkv, Dh] = [{B}, {Hkv}, {Dh}] of {a.dtype}"

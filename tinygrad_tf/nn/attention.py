@@ -5,6 +5,7 @@ A boolean mask of ours says what is there: `valid_tokens` (True = a real token),
 import math
 
 from ..creation import empty, ones, zeros
+from ..dtypes import bool_
 from ..ops.attention import attention_weights
 from ..ops.shape import cat
 from ..tensor import Tensor
@@ -28,7 +29,7 @@ def join_heads(x):
 
 def causal_allowed(Tq, Tk, device=None):
     """[Tq, Tk], True where key j is not later than query i; the queries are the last Tq of the Tk positions."""
-    return ones(Tq, Tk, dtype=bool, device=device).tril(Tk - Tq)
+    return ones(Tq, Tk, dtype=bool_, device=device).tril(Tk - Tq)
 
 
 def weigh(q, k, v, attn_mask, dropout):
@@ -134,10 +135,10 @@ def _checked_tokens(valid_tokens, k):
     B, Tk = k.shape[0], k.shape[-2]
     if valid_tokens is None:
         return None
-    if tuple(valid_tokens.shape) != (B, Tk):
+    if not isinstance(valid_tokens, Tensor) or tuple(valid_tokens.shape) != (B, Tk):
         raise ValueError(f"valid_tokens must have shape [B,T] = [{B}, {Tk}], one entry for each key (cached ones included), got "
-                         f"{tuple(valid_tokens.shape)}")
-    return valid_tokens.to(device=k.device, dtype=bool)
+                         f"{tuple(getattr(valid_tokens, 'shape', [type(valid_tokens).__name__]))}")
+    return valid_tokens.to(device=k.device, dtype=bool_)
 
 
 def _restrict(allowed, valid_tokens, q, k):
@@ -151,7 +152,7 @@ def _restrict(allowed, valid_tokens, q, k):
 
 
 def _check_allowed(allowed, full):
-    if not isinstance(allowed, Tensor) or allowed.dtype.numpy != bool:
+    if not isinstance(allowed, Tensor) or allowed.dtype is not bool_:
         raise TypeError(f"MultiHeadAttention: allowed must be a boolean tensor (True = may attend), got "
                         f"{getattr(allowed, 'dtype', type(allowed).__name__)}")
     if allowed.ndim not in (2, 4) or any(n not in (1, m) for n, m in zip(allowed.shape[::-1], full[::-1])):
@@ -281,7 +282,7 @@ class MultiheadAttention(Module):
 
 
 def _check_mask(name, mask, shape):
-    if mask.dtype.numpy != bool and not mask.is_floating_point():
+    if mask.dtype is not bool_ and not mask.is_floating_point():
         raise RuntimeError(f"MultiheadAttention: {name} must be boolean (True = blocked) or floating point (added), got {mask.dtype}")
     if tuple(mask.shape) != shape:
         raise RuntimeError(f"MultiheadAttention: {name} must have shape {shape}, got {tuple(mask.shape)}")

@@ -1,7 +1,8 @@
 """The feed-forward network and the Transformer block."""
+from .activations import GELU, ReLU, SiLU
 from .attention import MultiHeadAttention
 from .containers import Sequential
-from .layers import GELU, Dropout, LayerNorm, Linear, ReLU, SiLU
+from .layers import Dropout, LayerNorm, Linear
 from .module import Module
 
 ACTIVATIONS = {"gelu": GELU, "gelu_tanh": lambda: GELU("tanh"), "silu": SiLU, "relu": ReLU}

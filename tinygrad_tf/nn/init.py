@@ -8,6 +8,7 @@ import math
 import warnings
 
 from ..autograd import no_grad
+from ..creation import eye, ones_like
 
 
 @no_grad
@@ -39,9 +40,7 @@ def eye_(tensor):
     """The identity matrix, or as much of it as a [rows, columns] tensor holds."""
     if tensor.ndim != 2:
         raise ValueError(f"eye_: only tensors with 2 dimensions are supported, got shape {tuple(tensor.shape)}")
-    tensor.zero_()
-    tensor.diagonal().fill_(1.0)
-    return tensor
+    return tensor.copy_(eye(*tensor.shape))
 
 
 @no_grad
@@ -75,8 +74,7 @@ def _redraw_uniform(tensor, mean, std, a, b, generator):
         return -0.5 * ((x - mean) / std) ** 2
 
     peak = log_density(max(a, min(mean, b)))
-    waiting = tensor == tensor
-    waiting.fill_(True)
+    waiting = ones_like(tensor, dtype=bool)
     while waiting.any():
         candidate = tensor.detach().clone().uniform_(a, b, generator=generator)
         tensor.copy_(candidate.where(waiting, tensor))
@@ -120,7 +118,7 @@ def xavier_uniform_(tensor, gain=1.0, generator=None):
 
 
 def _xavier_std(tensor, gain):
-    return gain * math.sqrt(2.0 / float(sum(_calculate_fan_in_and_fan_out(tensor))))
+    return gain * math.sqrt(2.0 / max(sum(_calculate_fan_in_and_fan_out(tensor)), 1))
 
 
 def kaiming_normal_(tensor, a=0, mode="fan_in", nonlinearity="leaky_relu", generator=None):
@@ -138,4 +136,4 @@ def _kaiming_std(tensor, a, mode, nonlinearity):
     fans = dict(zip(("fan_in", "fan_out"), _calculate_fan_in_and_fan_out(tensor)))
     if str(mode).lower() not in fans:
         raise ValueError(f"Mode {mode} not supported, please use one of ['fan_in', 'fan_out']")
-    return calculate_gain(nonlinearity, a) / math.sqrt(fans[str(mode).lower()])
+    return calculate_gain(nonlinearity, a) / math.sqrt(max(fans[str(mode).lower()], 1))

@@ -150,6 +150,7 @@ class Module:
         for other in _TABLES:
             if other != table:
                 self.__dict__[other].pop(name, None)
+        self._non_persistent_buffers_set.discard(name)
         self.__dict__[table][name] = value
 
     def _replace(self, name, value):
@@ -184,32 +185,33 @@ class Module:
         names = itertools.chain(super().__dir__(), *(self.__dict__.get(table, ()) for table in _TABLES))
         return sorted({name for name in names if not name[:1].isdigit()})
 
-    def _check_new_name(self, name, kind):
+    def _check_new_name(self, table, name, kind):
         if not isinstance(name, str):
             raise TypeError(f"{kind} name should be a string, got {type(name).__name__}")
         if "." in name or not name:
             raise KeyError(f"{kind} name can't be empty or contain \".\", got {name!r}")
-        if hasattr(self, name) and not any(name in self.__dict__[table] for table in _TABLES):
+        if hasattr(self, name) and name not in self.__dict__[table]:
             raise KeyError(f"attribute {name!r} already exists in {self._get_name()}")
 
     def register_parameter(self, name, param):
         """The same as assigning it; `None` registers a name without a parameter, as a layer without bias does."""
-        self._check_new_name(name, "parameter")
+        self._check_new_name("_parameters", name, "parameter")
         if param is not None and not isinstance(param, Parameter):
             raise TypeError(f"cannot assign a {type(param).__name__} as parameter {name!r}; wrap it: Parameter(tensor)")
         self._file("_parameters", name, param)
 
     def register_buffer(self, name, tensor, persistent=True):
         """A tensor that belongs to the module and is not trained: it moves with `.to()`, and is saved if persistent."""
-        self._check_new_name(name, "buffer")
+        self._check_new_name("_buffers", name, "buffer")
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(f"cannot assign a {type(tensor).__name__} as buffer {name!r}; a Tensor or None is required")
         self._file("_buffers", name, tensor)
-        (self._non_persistent_buffers_set.discard if persistent else self._non_persistent_buffers_set.add)(name)
+        if not persistent:
+            self._non_persistent_buffers_set.add(name)
 
     def add_module(self, name, module):
         """The same as assigning it, for names that are no identifiers: Sequential's children are "0", "1", …"""
-        self._check_new_name(name, "module")
+        self._check_new_name("_modules", name, "module")
         if module is not None and not isinstance(module, Module):
             raise TypeError(f"{type(module).__name__} is not a Module subclass; child {name!r} of {self._get_name()} must be one")
         self._file("_modules", name, module)
@@ -390,7 +392,7 @@ class Module:
         if errors:
             raise RuntimeError(f"Error(s) in loading state_dict for {self._get_name()}:\n\t" + "\n\t".join(errors))
         with no_grad():
-            for key in own.keys() & state_dict.keys():
+            for key in (key for key in own if key in state_dict):
                 own[key].copy_(state_dict[key])
         return _LoadResult(missing, unexpected)
 

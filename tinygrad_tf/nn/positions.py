@@ -23,5 +23,6 @@ class InputEmbedding(Module):
         if position_ids is None:
             position_ids = creation.arange(token_ids.shape[1], device=token_ids.device)
         elif position_ids.shape != token_ids.shape:
-            raise ValueError(f"InputEmbedding: position_ids must have shape [B, T] = {tuple(token_ids.shape)}, got {tuple(position_ids.shape)}")
-        return self.token(token_ids) + self.position(position_ids.to(dtype=int64))
+            raise ValueError(f"InputEmbedding: position_ids must have shape [B, T] = {tuple(token_ids.shape)}, got "
+                             f"{tuple(position_ids.shape)}")
+        return self.token(token_ids) + self.position(position_ids.to(device=token_ids.device, dtype=int64))

@@ -57,6 +57,7 @@ def _root_of_sum(xp, arrays, p):
 
 
 @no_grad
+@np.errstate(invalid="ignore")                  # an infinite norm makes 0 · inf of an infinite gradient
 def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
     """g ← g · min(1, max_norm / (‖all g‖ + 1e-6)) on every gradient g, in place: one norm over all of them.
 

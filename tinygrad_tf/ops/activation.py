@@ -5,7 +5,8 @@ import numpy as np
 
 from ..autograd import Function
 from ..backend import array_module, at_least_float32
-from ..special import erf as erf_of, polynomial
+from ..special import erf as erf_of
+from ..special import polynomial
 from ._rows import require_float
 from .arithmetic import as_float
 
@@ -92,8 +93,8 @@ class GeluTanh(Function):
         y = x32 * gate
         if self.needs[0]:
             slope = polynomial(square, (6 * 0.044715 * c, 2 * c))
+            slope *= 1 - gate                   # 0 far out: before y, so that the product cannot overflow
             slope *= y
-            slope *= 1 - gate
             slope += gate
             self.saved = slope
         return y.astype(x.dtype, copy=False)

@@ -6,7 +6,7 @@ that every formula here is the formula for one element.
 import numpy as np
 
 from ..autograd import Function, array_of, constant
-from ..backend import array_module
+from ..backend import array_module, quiet
 from ..dtypes import get_default_dtype, result_type
 
 
@@ -21,18 +21,26 @@ def promote(a, b):
     return _cast(a, wanted), _cast(b, wanted)
 
 
+def _is_number(x):
+    return isinstance(x, np.generic) or not hasattr(x, "dtype")
+
+
 def _cast(x, dtype):
-    if isinstance(x, np.generic) or not hasattr(x, "dtype"):
-        return dtype.type(x)
-    return x.astype(dtype, copy=False)
+    """An array or a number in a NumPy dtype; whole numbers beyond its range wrap, as in PyTorch."""
+    if not _is_number(x):
+        return x.astype(dtype, copy=False)
+    try:
+        return np.asarray(x).astype(dtype)[()]
+    except OverflowError:
+        raise RuntimeError(f"the number {x} cannot be converted to {dtype} without overflow") from None
 
 
 def promote_to_float(a, b):
-    """As `promote`; where both are integers, in the default float type."""
-    a, b = promote(a, b)
+    """As `promote`; where neither is a float, in the default float type."""
     if result_type(a, b).kind == "f":
-        return a, b
-    return _cast(a, get_default_dtype().numpy), _cast(b, get_default_dtype().numpy)
+        return promote(a, b)
+    wanted = get_default_dtype().numpy
+    return _cast(a, wanted), _cast(b, wanted)
 
 
 def as_float(x):
@@ -46,11 +54,26 @@ def _broadcast_error(op, a, b):
                         f"(insert an axis with unsqueeze or [:, None], or transpose one operand)")
 
 
+def _is_bool(x):
+    return isinstance(x, (bool, np.bool_)) or getattr(x, "dtype", None) == bool
+
+
+def _refuse_bool(op, *operands, hint="convert it first, e.g. with .int()"):
+    if all(_is_bool(x) for x in operands):
+        raise RuntimeError(f"{op}: not defined for bool tensors; {hint}")
+
+
+def _refuse_zero_divisor(op, b):
+    if getattr(b, "dtype", None) is not None and b.dtype.kind in "iu" and (b == 0).any():
+        raise RuntimeError(f"{op}: ZeroDivisionError: an integer was divided by zero; floats would give inf or nan")
+
+
 class Binary(Function):
     """What two-operand element-wise operations share: promotion, and the error for shapes that do not fit."""
 
     promote = staticmethod(promote)
 
+    @quiet
     def forward(self, a, b):
         a, b = self.promote(a, b)
         try:
@@ -63,8 +86,6 @@ class Add(Binary):
     """y = a + b.    da = dy,  db = dy"""
 
     def compute(self, xp, a, b):
-        if getattr(a, "dtype", None) == bool and getattr(b, "dtype", None) == bool:
-            return xp.logical_or(a, b)
         return xp.add(a, b)
 
     def backward(self, dy):
@@ -74,9 +95,12 @@ class Add(Binary):
 class Sub(Binary):
     """y = a − b.    da = dy,  db = −dy"""
 
+    def forward(self, a, b):
+        for x in (a, b):
+            _refuse_bool("sub", x, hint="use ^ or logical_xor for two of them, ~ to negate")
+        return super().forward(a, b)
+
     def compute(self, xp, a, b):
-        if getattr(a, "dtype", None) == bool and getattr(b, "dtype", None) == bool:
-            raise RuntimeError("sub: subtraction of two bool tensors is not supported; use ^ or logical_xor, or ~ to negate")
         return xp.subtract(a, b)
 
     def backward(self, dy):
@@ -90,6 +114,7 @@ class Mul(Binary):
         self.saved = (a if self.needs[1] else None), (b if self.needs[0] else None)
         return xp.multiply(a, b)
 
+    @quiet
     def backward(self, dy):
         a, b = self.saved
         return (dy * b if self.needs[0] else None,
@@ -102,45 +127,52 @@ class Div(Binary):
     promote = staticmethod(promote_to_float)
 
     def compute(self, xp, a, b):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            y = xp.true_divide(a, b)
+        y = xp.true_divide(a, b)
         self.saved = b, (y if self.needs[1] else None)
         return y
 
+    @quiet
     def backward(self, dy):
         b, y = self.saved
-        with np.errstate(divide="ignore", invalid="ignore"):
-            da = dy / b
-            return da, (-da * y if self.needs[1] else None)
+        da = dy / b
+        return da, (-da * y if self.needs[1] else None)
+
+
+def _promote_powers(a, b):
+    """As `promote`; a number as the exponent of integers must be a power that integers have."""
+    dtype = result_type(a, b)
+    if dtype.kind in "iu" and _is_number(b) and not 0 <= b <= np.iinfo(dtype).max:
+        raise RuntimeError(f"pow: integers to negative integer powers are not allowed, and {dtype} holds none above "
+                           f"{np.iinfo(dtype).max}; got {b}: make the base a float tensor first")
+    return promote(a, b)
 
 
 class Pow(Binary):
     """y = a ^ b.    da = dy · b · a^(b−1), 0 where b = 0;    db = dy · y · log a, 0 where a = 0 and b ≥ 0"""
 
+    promote = staticmethod(_promote_powers)
+
     def compute(self, xp, a, b):
-        integers = result_type(a, b).kind in "iu"
-        if integers and np.any(np.asarray(array_of(b)) < 0):
-            raise RuntimeError("pow: integers to negative integer powers are not allowed; make the base a float tensor first")
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            y = _square_or_power(xp, a, b)
+        _refuse_bool("pow", a, b)
+        y = _power(xp, a, b)
         self.saved = a, b, (y if self.needs[1] else None)
         return y
 
+    @quiet
     def backward(self, dy):
         a, b, y = self.saved
         xp = array_module(dy)
         da = db = None
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            if self.needs[0]:
-                slope = b * _square_or_power(xp, a, b - 1)
-                da = dy * (slope if np.ndim(b) == 0 and b != 0 else xp.where(b == 0, 0, slope).astype(dy.dtype))
-            if self.needs[1]:
-                db = dy * xp.where((a == 0) & (b >= 0), 0, y * xp.log(a)).astype(dy.dtype)
+        if self.needs[0]:
+            slope = b * _power(xp, a, b - 1)
+            da = dy * (slope if np.ndim(b) == 0 and b != 0 else xp.where(b == 0, 0, slope).astype(dy.dtype))
+        if self.needs[1]:
+            db = dy * xp.where((a == 0) & (b >= 0), 0, y * xp.log(a)).astype(dy.dtype)
         return da, db
 
 
-def _square_or_power(xp, a, b):
-    """a ^ b. float32 `power` costs 44 ns an element; the small whole powers are products."""
+def _power(xp, a, b):
+    """a ^ b. float32 `power` costs 44 ns an element; the small whole powers are products. Integers to negative powers are ±1 or 0."""
     if np.ndim(b) == 0 and hasattr(a, "ndim"):
         if b == 1:
             return a.copy()
@@ -148,20 +180,22 @@ def _square_or_power(xp, a, b):
             return xp.square(a)
         if b == 3:
             return a * a * a
+    if getattr(b, "dtype", None) is not None and b.dtype.kind == "i":
+        return xp.where((b < 0) & (abs(a) != 1), 0, xp.power(a, abs(b)))
     return xp.power(a, b)
 
 
 class Maximum(Binary):
-    """y = max(a, b); NaN wins.    The gradient goes to the larger operand; half to each where they are equal."""
+    """y = max(a, b); NaN wins.    The gradient goes to the larger operand, half to each where they are equal."""
 
     def compute(self, xp, a, b):
         self.saved = a, b
         return xp.maximum(a, b)
 
+    @quiet
     def backward(self, dy):
         a, b = self.saved
-        share_a, share_b = _shares(a, b, dy.dtype)
-        return dy * share_a, dy * share_b
+        return dy * _share(a, b, dy.dtype), dy * _share(b, a, dy.dtype)
 
 
 class Minimum(Binary):
@@ -171,24 +205,22 @@ class Minimum(Binary):
         self.saved = a, b
         return xp.minimum(a, b)
 
+    @quiet
     def backward(self, dy):
         a, b = self.saved
-        share_b, share_a = _shares(a, b, dy.dtype)
-        return dy * share_a, dy * share_b
+        return dy * _share(b, a, dy.dtype), dy * _share(a, b, dy.dtype)
 
 
-def _shares(a, b, dtype):
-    """(1, 0) where a > b, (0, 1) where a < b, (½, ½) where they are equal."""
-    tie = (a == b) * dtype.type(0.5)
-    return (a > b) + tie, (a < b) + tie
+def _share(a, b, dtype):
+    """1 where a > b, 0 where a < b, ½ where they are equal, and 1 where one of them is NaN, as in PyTorch."""
+    return dtype.type(1) - (a < b) - (a == b) * dtype.type(0.5)
 
 
 class Neg(Function):
     """y = −x.    dx = −dy"""
 
     def forward(self, x):
-        if x.dtype == bool:
-            raise RuntimeError("neg: the negative of a bool tensor is not supported; use ~ or logical_not")
+        _refuse_bool("neg", x, hint="use ~ or logical_not")
         return -x
 
     def backward(self, dy):
@@ -199,9 +231,11 @@ class Abs(Function):
     """y = |x|.    dx = dy · sign(x), 0 at 0"""
 
     def forward(self, x):
+        _refuse_bool("abs", x)
         self.saved = x
         return abs(x)
 
+    @quiet
     def backward(self, dy):
         return dy * array_module(dy).sign(self.saved)
 
@@ -226,7 +260,7 @@ class Clamp(Function):
             inside = inside & (x >= low)
         if high is not None:
             inside = inside & (x <= high)
-        return dy * inside
+        return array_module(dy).where(inside, dy, dy.dtype.type(0))
 
 
 # --- elementary functions: integers are computed in the default float type ------------------------------------------
@@ -234,11 +268,12 @@ class Clamp(Function):
 class Exp(Function):
     """y = eˣ.    dx = dy · y"""
 
+    @quiet
     def forward(self, x):
-        with np.errstate(over="ignore"):
-            self.saved = y = array_module(x).exp(as_float(x))
+        self.saved = y = array_module(x).exp(as_float(x))
         return y
 
+    @quiet
     def backward(self, dy):
         return dy * self.saved
 
@@ -246,54 +281,54 @@ class Exp(Function):
 class Log(Function):
     """y = ln x.    dx = dy / x"""
 
+    @quiet
     def forward(self, x):
         self.saved = x = as_float(x)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return array_module(x).log(x)
+        return array_module(x).log(x)
 
+    @quiet
     def backward(self, dy):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return dy / self.saved
+        return dy / self.saved
 
 
 class Log1p(Function):
     """y = ln(1 + x), accurate near 0.    dx = dy / (1 + x)"""
 
+    @quiet
     def forward(self, x):
         self.saved = x = as_float(x)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return array_module(x).log1p(x)
+        return array_module(x).log1p(x)
 
+    @quiet
     def backward(self, dy):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return dy / (1 + self.saved)
+        return dy / (1 + self.saved)
 
 
 class Sqrt(Function):
     """y = √x.    dx = dy / 2y"""
 
+    @quiet
     def forward(self, x):
-        with np.errstate(invalid="ignore"):
-            self.saved = y = array_module(x).sqrt(as_float(x))
+        self.saved = y = array_module(x).sqrt(as_float(x))
         return y
 
+    @quiet
     def backward(self, dy):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return dy / (2 * self.saved)
+        return dy / (2 * self.saved)
 
 
 class Rsqrt(Function):
     """y = 1/√x.    dx = −dy · y³ / 2"""
 
+    @quiet
     def forward(self, x):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self.saved = y = 1 / array_module(x).sqrt(as_float(x))
+        self.saved = y = 1 / array_module(x).sqrt(as_float(x))
         return y
 
+    @quiet
     def backward(self, dy):
         y = self.saved
-        with np.errstate(invalid="ignore", over="ignore"):
-            return dy * (-0.5 * y * y * y)
+        return dy * (-0.5 * y * y * y)
 
 
 class Tanh(Function):
@@ -303,6 +338,7 @@ class Tanh(Function):
         self.saved = y = array_module(x).tanh(as_float(x))
         return y
 
+    @quiet
     def backward(self, dy):
         y = self.saved
         return dy * (1 - y * y)
@@ -316,6 +352,7 @@ class Sigmoid(Function):
         self.saved = y = 0.5 * xp.tanh(0.5 * as_float(x)) + 0.5
         return y
 
+    @quiet
     def backward(self, dy):
         y = self.saved
         return dy * y * (1 - y)
@@ -324,10 +361,12 @@ class Sigmoid(Function):
 class Sin(Function):
     """y = sin x.    dx = dy · cos x"""
 
+    @quiet
     def forward(self, x):
         self.saved = x = as_float(x)
         return array_module(x).sin(x)
 
+    @quiet
     def backward(self, dy):
         return dy * array_module(dy).cos(self.saved)
 
@@ -335,10 +374,12 @@ class Sin(Function):
 class Cos(Function):
     """y = cos x.    dx = −dy · sin x"""
 
+    @quiet
     def forward(self, x):
         self.saved = x = as_float(x)
         return array_module(x).cos(x)
 
+    @quiet
     def backward(self, dy):
         return dy * -array_module(dy).sin(self.saved)
 
@@ -346,20 +387,26 @@ class Cos(Function):
 class Cast(Function):
     """y = x in another dtype.    dx = dy, which the engine casts back"""
 
+    @quiet
     def forward(self, x, dtype):
-        with np.errstate(invalid="ignore", over="ignore"):
-            return x.astype(dtype)
+        return x.astype(dtype)
 
     def backward(self, dy):
         return dy
 
 
-def add(input, other, *, alpha=1):
-    return Add.apply(input, other if alpha == 1 else mul(other, alpha))
+def add(input, other, *, alpha=1): return Add.apply(input, other if alpha == 1 else _scaled(input, other, alpha))
+def sub(input, other, *, alpha=1): return Sub.apply(input, other if alpha == 1 else _scaled(input, other, alpha))
 
 
-def sub(input, other, *, alpha=1):
-    return Sub.apply(input, other if alpha == 1 else mul(other, alpha))
+def _scaled(input, other, alpha):
+    """other · alpha; alpha takes no part in promotion."""
+    if not hasattr(other, "array"):
+        return other * alpha
+    dtype = result_type(array_of(input), other.array)
+    if isinstance(alpha, float) and dtype.kind != "f":
+        raise RuntimeError(f"add, sub: alpha must be a whole number for a result of {dtype}, got {alpha}")
+    return cast(mul(cast(other, dtype), alpha), dtype)
 
 
 def mul(input, other): return Mul.apply(input, other)
@@ -390,33 +437,33 @@ def cast(input, dtype):
 
 
 def div(input, other, *, rounding_mode=None):
+    """input / other; rounded down ("floor") or towards 0 ("trunc") it is constant between jumps and has no gradient."""
     if rounding_mode is None:
         return Div.apply(input, other)
     if rounding_mode not in ("floor", "trunc"):
         raise RuntimeError(f"div: rounding_mode must be None, 'floor' or 'trunc', got {rounding_mode!r}")
-    if rounding_mode == "floor":
-        return floor_divide(input, other)
-    a, b = promote(array_of(input), array_of(other))
-    xp = array_module(a, b)
-    return constant(xp.trunc(xp.true_divide(a, b)).astype(result_type(a, b)))
+    return (floor_divide if rounding_mode == "floor" else _trunc_divide)(input, other)
 
 
 # --- without gradient: comparisons, rounding, logic ------------------------------------------------------------------
 
 def without_gradient(name, function):
     """A public element-wise operation whose result has no gradient: `function(xp, a, b)` or `function(xp, a)`."""
+    @quiet
     def op(input, *other):
         arrays = [array_of(x) for x in (input, *other)]
+        if all(_is_number(x) for x in arrays):
+            raise TypeError(f"{name}: expected a Tensor, got {type(input).__name__}; make one with tinygrad_tf.tensor(...)")
         if len(arrays) == 2:
             arrays = promote(*arrays)
         xp = array_module(*arrays)
         try:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                return constant(xp.asarray(function(xp, *arrays)))
+            return constant(xp.asarray(function(xp, *arrays)))
         except ValueError:
             raise _broadcast_error(name, *arrays) from None
-        except ZeroDivisionError:
-            raise RuntimeError("ZeroDivisionError: integer division by zero") from None
+        except TypeError:
+            kinds = " and ".join(str(getattr(x, "dtype", type(x).__name__)) for x in arrays)
+            raise RuntimeError(f"{name}: not defined for {kinds}; bit operations take integers and booleans") from None
     op.__name__ = op.__qualname__ = name
     return op
 
@@ -427,7 +474,6 @@ lt = without_gradient("lt", lambda xp, a, b: xp.less(a, b))
 le = without_gradient("le", lambda xp, a, b: xp.less_equal(a, b))
 gt = without_gradient("gt", lambda xp, a, b: xp.greater(a, b))
 ge = without_gradient("ge", lambda xp, a, b: xp.greater_equal(a, b))
-floor_divide = without_gradient("floor_divide", lambda xp, a, b: xp.floor_divide(a, b))
 logical_not = without_gradient("logical_not", lambda xp, a: xp.logical_not(a))
 logical_and = without_gradient("logical_and", lambda xp, a, b: xp.logical_and(a, b))
 logical_or = without_gradient("logical_or", lambda xp, a, b: xp.logical_or(a, b))
@@ -441,10 +487,30 @@ isinf = without_gradient("isinf", lambda xp, a: xp.isinf(a))
 isfinite = without_gradient("isfinite", lambda xp, a: xp.isfinite(a))
 
 
+def _floor(xp, a, b):
+    _refuse_bool("div", a, b)
+    _refuse_zero_divisor("div", b)
+    return xp.floor_divide(a, b)
+
+
+def _trunc(xp, a, b):
+    if result_type(a, b).kind == "f":
+        return xp.trunc(xp.true_divide(a, b))
+    y = _floor(xp, a, b)
+    return y + ((y < 0) & (y * b != a)).astype(y.dtype)
+
+
+floor_divide = without_gradient("floor_divide", _floor)
+_trunc_divide = without_gradient("div", _trunc)
+
+
 class Round(Function):
     """Rounding half to even, floor, ceil, trunc, sign: constant between jumps, so dx = 0."""
 
     def forward(self, x, how):
+        if how == "sign" and x.dtype == bool:
+            return x.copy()
+        _refuse_bool(how, x)
         return getattr(array_module(x), how)(x) if x.dtype.kind == "f" or how == "sign" else x.copy()
 
     def backward(self, dy):
@@ -452,13 +518,15 @@ class Round(Function):
 
 
 class Remainder(Binary):
-    """y = a − b · ⌊a / b⌋, with the sign of b.    da = dy,  db = −dy · ⌊a / b⌋"""
+    """y = a − b · ⌊a / b⌋, with the sign of b.    da = dy,  db = −dy · ⌊a / b⌋. Integers by zero raise."""
 
     def compute(self, xp, a, b):
+        _refuse_bool("remainder", a, b)
+        _refuse_zero_divisor("remainder", b)
         self.saved = a, b
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return xp.remainder(a, b)
+        return xp.remainder(a, b)
 
+    @quiet
     def backward(self, dy):
         a, b = self.saved
         return dy, -dy * array_module(dy).floor_divide(a, b) if self.needs[1] else None

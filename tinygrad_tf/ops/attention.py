@@ -35,33 +35,18 @@ class Attention(Function):
 
     @np.errstate(invalid="ignore", over="ignore")
     def backward(self, dout):
-        bias, p = self.saved[4], self.saved[3]
-        gradients = self._gradients(at_least_float32(dout), None)
-        if bias is not None and not all(g is None or _is_finite(g) for g in gradients):
-            gradients = self._gradients(at_least_float32(dout), _blocked(bias, p))
-        return gradients
+        return _without_leaks(self._gradients, at_least_float32(dout), *self.saved[3:5])
 
     def _gradients(self, dout, blocked):
         q, k, v, p, _, keep = self.saved
-        dq = dk = dv = None
+        dv = None
         if self.needs[2]:
             dv = _product(_swap(p if keep is None else p * keep), dout, _swap(blocked))
-        if not (self.needs[0] or self.needs[1] or self.needs[3]):
-            return dq, dk, dv
-        dz = dout @ _swap(v)
+        dp = dout @ _swap(v)
         if keep is not None:
-            dz *= keep
-        if blocked is not None:
-            dz[blocked] = 0
-        dz -= dot_along(dz, p, -1)
-        dz *= p
-        if self.needs[0]:
-            dq = _product(dz, k, blocked)
-            dq *= self.scale
-        if self.needs[1]:
-            dk = _product(_swap(dz), q, _swap(blocked))
-            dk *= self.scale
-        return dq, dk, dv, dz if self.needs[3] else None
+            dp *= keep
+        dq, dk, dbias = score_gradients(dp, q, k, p, blocked, self.scale, (self.needs[0], self.needs[1], self.needs[3]))
+        return dq, dk, dv, dbias
 
 
 class AttentionWeights(Function):
@@ -72,16 +57,16 @@ class AttentionWeights(Function):
     @np.errstate(invalid="ignore", over="ignore")
     def forward(self, q, k, bias, scale):
         dtype, (q, k) = q.dtype, map(at_least_float32, (q, k))
-        p = weights(q, k, None if bias is None else at_least_float32(bias), scale)
-        self.saved, self.scale = (q, k, p), scale
+        bias = None if bias is None else at_least_float32(bias)
+        p = weights(q, k, bias, scale)
+        self.saved, self.scale = (q, k, p, bias), scale
         return p.astype(dtype, copy=False)
 
     @np.errstate(invalid="ignore", over="ignore")
     def backward(self, dp):
-        q, k, p = self.saved
-        dz = p * (dp - dot_along(at_least_float32(dp), p, -1))
-        return (dz @ k * self.scale if self.needs[0] else None,
-                _swap(dz) @ q * self.scale if self.needs[1] else None, dz)
+        q, k, p, bias = self.saved
+        return _without_leaks(lambda dp, blocked: score_gradients(dp.copy(), q, k, p, blocked, self.scale, self.needs),
+                              at_least_float32(dp), p, bias)
 
 
 def weights(q, k, bias, scale):
@@ -110,6 +95,32 @@ def _softmax(z, top):
     total = sum_along(p, -1)
     p /= xp.where(total == 0, 1, total)
     return p
+
+
+def score_gradients(dp, q, k, p, blocked, scale, needs):
+    """(dq, dk, dbias) from dp, which is written over. `blocked`: places of dp that may hold NaN and do not count."""
+    if not any(needs):
+        return None, None, None
+    dz = _cleared(dp, blocked)
+    dz -= dot_along(dz, p, -1)
+    dz *= p
+    dz = _cleared(dz, blocked)                  # again: the sum may be NaN, and 0 · NaN with it
+    dq = _product(dz, k, blocked) * scale if needs[0] else None
+    dk = _product(_swap(dz), q, _swap(blocked)) * scale if needs[1] else None
+    return dq, dk, dz if needs[2] else None
+
+
+def _cleared(x, blocked):
+    """x with 0 where blocked, whatever stood there."""
+    return x if blocked is None else array_module(x).where(blocked, x.dtype.type(0), x)
+
+
+def _without_leaks(gradients, dy, p, bias):
+    """gradients(dy, None); where something was blocked and a gradient is not finite, again with the blocked places told."""
+    found = gradients(dy, None)
+    if bias is not None and not all(g is None or _is_finite(g) for g in found):
+        found = gradients(dy, _blocked(bias, p))
+    return found
 
 
 def _add(z, bias):
@@ -158,7 +169,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     grouped = enable_gqa and _heads(query) != (_heads(key), _heads(value))
     if grouped:
         query, key, value, attn_mask = _group(op, query, key, value, attn_mask)
-    shape = _score_shape(op, query, key, attn_mask, _shape(value)[:-2])
+    shape = _score_shape(op, query, key, value, attn_mask)
     bias = _bias(query, key, attn_mask, is_causal)
     keep = draw_keep(at_least_float32(query.array), dropout_p, shape) if dropout_p else None
     out = Attention.apply(query, key, value, bias, keep, _scale(query, scale))
@@ -171,7 +182,7 @@ def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, e
     grouped = enable_gqa and _heads(query) != _heads(key)
     if grouped:
         query, key, _, attn_mask = _group("attention_weights", query, key, key, attn_mask)
-    _score_shape("attention_weights", query, key, attn_mask)
+    _score_shape("attention_weights", query, key, key, attn_mask)
     p = AttentionWeights.apply(query, key, _bias(query, key, attn_mask, is_causal), _scale(query, scale))
     return p.flatten(-4, -3) if grouped else p
 
@@ -242,15 +253,17 @@ def _check_value(op, query, key, value):
                            f"and {value.dtype}; convert with .to(dtype)")
 
 
-def _score_shape(op, query, key, attn_mask, others=()):
+def _score_shape(op, query, key, value, attn_mask):
     """[..., Tq, Tk] of the scores; RuntimeError where the leading axes, or the mask, do not broadcast."""
-    q, k = _shape(query), _shape(key)
-    try:
-        shape = np.broadcast_shapes(q[:-2], k[:-2]) + (q[-2], k[-2])
-        np.broadcast_shapes(shape[:-2], others)
-    except ValueError:
-        raise RuntimeError(f"{op}: the leading axes of query {q}, key {k}{f' and value {(*others, ...)}' if others else ''} do not "
-                           f"broadcast; for fewer key and value heads than query heads pass enable_gqa=True") from None
+    q, k, v = _shape(query), _shape(key), _shape(value)
+    shape = (*q[:-1], k[-2])
+    if not q[:-2] == k[:-2] == v[:-2]:
+        try:
+            shape = np.broadcast_shapes(q[:-2], k[:-2]) + shape[-2:]
+            np.broadcast_shapes(shape[:-2], v[:-2])
+        except ValueError:
+            raise RuntimeError(f"{op}: the leading axes of query {q}, key {k} and value {v} do not broadcast; for fewer key and value "
+                               f"heads than query heads pass enable_gqa=True") from None
     if attn_mask is None:
         return shape
     try:

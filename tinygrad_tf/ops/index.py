@@ -27,8 +27,10 @@ def as_index(index):
         index = index.array.copy()              # backward needs it as it is now
     if getattr(index, "dtype", None) is not None and index.dtype.kind not in "iub":
         raise IndexError(f"index: tensors used as indices must be integers or booleans, got {index.dtype}")
+    if getattr(index, "dtype", None) == np.uint8:
+        index = index.astype(bool)              # as in PyTorch: the masks of its early days
     if isinstance(index, float):
-        raise TypeError("index: a float is no index; use an int")
+        raise IndexError(f"index: a float is no index, got {index}; use an int")
     return index
 
 
@@ -341,10 +343,11 @@ def extreme_pair(input, dim, keepdim, which):
 
 
 def nonzero(input, as_tuple=False):
-    found = array_module(input.array).nonzero(input.array)
+    """[n, ndim]: the indices of the n elements that are not 0, row-major; as_tuple=True gives one tensor an axis."""
+    xp = array_module(input.array)
     if as_tuple:
-        return tuple(constant(i) for i in found)
-    return constant(array_module(input.array).stack(found, axis=1) if input.ndim else np.zeros((int(input.array != 0), 0), np.int64))
+        return tuple(constant(i) for i in xp.atleast_1d(input.array).nonzero())
+    return constant(xp.argwhere(input.array))
 
 
 def isin(elements, test_elements):

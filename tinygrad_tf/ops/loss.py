@@ -8,7 +8,8 @@ from ..backend import array_module, at_least_float32
 from ._rows import max_along, require_float, sum_along
 from .activation import softplus
 from .arithmetic import add, mul, square, sub
-from .reduce import mean, sum as sum_of
+from .reduce import mean
+from .reduce import sum as sum_of
 from .shape import reshape
 from .softmax import log_softmax
 
@@ -147,7 +148,7 @@ def cross_entropy(input, target, weight=None, size_average=None, ignore_index=-1
     if t.shape == x.shape and t.dtype.kind == "f":
         return _cross_entropy_of_probabilities(input, target, weight, ignore_index, reduction, label_smoothing)
     _check_classes("cross_entropy", x, t)
-    return CrossEntropy.apply(input, target, array_of(weight), ignore_index, reduction, label_smoothing)
+    return CrossEntropy.apply(input, target, weight, ignore_index, reduction, label_smoothing)
 
 
 def _cross_entropy_of_probabilities(input, target, weight, ignore_index, reduction, smoothing):
@@ -170,7 +171,7 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
     x, t = require_float("nll_loss", array_of(input)), array_of(target)
     _check_weight("nll_loss", x, weight)
     _check_classes("nll_loss", x, t)
-    return NLLLoss.apply(input, target, array_of(weight), ignore_index, reduction)
+    return NLLLoss.apply(input, target, weight, ignore_index, reduction)
 
 
 def mse_loss(input, target, size_average=None, reduce=None, reduction="mean"):
@@ -186,7 +187,8 @@ def binary_cross_entropy_with_logits(input, target, weight=None, size_average=No
     """−(p · y · ln σ(x) + (1 − y) · ln(1 − σ(x))) = (1 − y) · x + (1 + (p − 1) · y) · ln(1 + e⁻ˣ),  p = pos_weight or 1"""
     reduction = _reduction("binary_cross_entropy_with_logits", reduction, size_average, reduce)
     if input.shape != target.shape:
-        raise ValueError(f"binary_cross_entropy_with_logits: target {tuple(target.shape)} must have the shape of input {tuple(input.shape)}")
+        raise ValueError(f"binary_cross_entropy_with_logits: target {tuple(target.shape)} must have the shape of input "
+                         f"{tuple(input.shape)}")
     loss = softplus(mul(input, -1))
     if pos_weight is not None:
         loss = mul(loss, add(mul(target, sub(pos_weight, 1)), 1))
@@ -223,7 +225,7 @@ def _check_classes(op, x, t):
         raise ValueError(f"{op}: expected input batch_size ({x.shape[0]}) to match target batch_size ({t.shape[0]}); input {x.shape}, "
                          f"target {t.shape}; flatten both: logits.reshape(-1, C), targets.reshape(-1)")
     if not x.ndim or t.shape != wanted:
-        raise RuntimeError(f"{op}: input {x.shape} has its classes on axis {min(1, max(x.ndim - 1, 0))}, so target must have shape {wanted} "
-                           f"for class ids or {x.shape} for float probabilities, got {t.shape}")
+        raise RuntimeError(f"{op}: input {x.shape} has its classes on axis {min(1, max(x.ndim - 1, 0))}, so target must have shape "
+                           f"{wanted} for class ids or {x.shape} for float probabilities, got {t.shape}")
     if t.dtype.kind not in "iu":
         raise RuntimeError(f"{op}: a target of class ids must hold integers, got {t.dtype} of shape {t.shape}; convert with .long()")

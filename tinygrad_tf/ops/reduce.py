@@ -5,9 +5,9 @@ import operator
 import numpy as np
 
 from ..autograd import Function, array_of, constant
-from ..backend import array_module
+from ..backend import array_module, quiet
 from ..dtypes import numpy_dtype
-from .arithmetic import cast, sqrt
+from .arithmetic import cast
 
 
 def normalize_dims(op, dim, ndim):
@@ -23,7 +23,7 @@ def normalize_dims(op, dim, ndim):
 def normalize_dim(op, dim, ndim):
     """One axis as a non-negative int."""
     try:
-        d = operator.index(dim)
+        d = operator.index(None if isinstance(dim, bool) else dim)
     except TypeError:
         raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}") from None
     low, high = -max(ndim, 1), max(ndim, 1) - 1
@@ -44,11 +44,12 @@ def count(shape, dims):
 
 
 class Sum(Function):
-    """y = Σ x, integers and booleans in int64.    dx = dy for every element"""
+    """y = Σ x    dx = dy for every element"""
 
-    def forward(self, x, dims, keepdim):
+    @quiet
+    def forward(self, x, dims, keepdim, dtype):
         self.x_shape, self.dims = x.shape, dims
-        return x.sum(axis=dims, keepdims=keepdim, dtype=x.dtype if x.dtype.kind == "f" else np.int64)
+        return x.sum(axis=dims, keepdims=keepdim, dtype=dtype)
 
     def backward(self, dy):
         return array_module(dy).broadcast_to(keep(dy, self.x_shape, self.dims), self.x_shape)
@@ -57,13 +58,14 @@ class Sum(Function):
 class Mean(Function):
     """y = Σ x / n.    dx = dy / n for every element"""
 
+    @quiet
     def forward(self, x, dims, keepdim):
         if x.dtype.kind != "f":
             raise RuntimeError(f"mean: the mean of {x.dtype} has no float result type; call .float() first or pass dtype=")
         self.x_shape, self.dims = x.shape, dims
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return x.sum(axis=dims, keepdims=keepdim) / x.dtype.type(count(x.shape, dims))
+        return x.sum(axis=dims, keepdims=keepdim) / x.dtype.type(count(x.shape, dims))
 
+    @quiet
     def backward(self, dy):
         xp = array_module(dy)
         dy = keep(dy, self.x_shape, self.dims) / dy.dtype.type(count(self.x_shape, self.dims) or 1)
@@ -73,10 +75,12 @@ class Mean(Function):
 class Prod(Function):
     """y = Π x.    dx_i = dy · Π_{j≠i} x_j, as products from the left and from the right: y / x would be 0/0 at a zero"""
 
-    def forward(self, x, dim, keepdim):
+    @quiet
+    def forward(self, x, dim, keepdim, dtype):
         self.saved, self.dim = x, dim
-        return x.prod(axis=dim, keepdims=keepdim, dtype=x.dtype if x.dtype.kind == "f" else np.int64)
+        return x.prod(axis=dim, keepdims=keepdim, dtype=dtype)
 
+    @quiet
     def backward(self, dy):
         x, dim = self.saved, self.dim
         xp = array_module(x)
@@ -91,11 +95,11 @@ class Amax(Function):
     """y = max x.    dx = dy, shared equally among the elements that equal the maximum"""
 
     def forward(self, x, dims, keepdim):
-        _require_elements("amax", x, dims)
         y = x.max(axis=dims, keepdims=keepdim)
         self.saved, self.dims = (x, y), dims
         return y
 
+    @quiet
     def backward(self, dy):
         x, y = self.saved
         return _share_among_equals(x, y, dy, self.dims)
@@ -105,11 +109,11 @@ class Amin(Function):
     """y = min x.    dx = dy, shared equally among the elements that equal the minimum"""
 
     def forward(self, x, dims, keepdim):
-        _require_elements("amin", x, dims)
         y = x.min(axis=dims, keepdims=keepdim)
         self.saved, self.dims = (x, y), dims
         return y
 
+    @quiet
     def backward(self, dy):
         x, y = self.saved
         return _share_among_equals(x, y, dy, self.dims)
@@ -121,37 +125,32 @@ def _share_among_equals(x, y, dy, dims):
     return shares.astype(dy.dtype) * keep(dy, x.shape, dims)
 
 
-def _require_elements(op, x, dims):
-    if any(x.shape[d] == 0 for d in dims):
-        raise IndexError(f"{op}: expected every reduced dim to have a non-zero size, got shape {x.shape} reduced over {dims}")
-
-
 class Var(Function):
     """y = Σ (x − x̄)² / (n − correction).    dx = dy · 2 (x − x̄) / (n − correction)"""
 
+    @quiet
     def forward(self, x, dims, keepdim, correction):
         self.dims, self.divisor = dims, max(count(x.shape, dims) - correction, 0)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            centred = x - x.sum(axis=dims, keepdims=True) / x.dtype.type(count(x.shape, dims))
-            self.saved = centred
-            return (centred * centred).sum(axis=dims, keepdims=keepdim) / x.dtype.type(self.divisor)
+        self.saved = centred = x - x.sum(axis=dims, keepdims=True) / x.dtype.type(count(x.shape, dims))
+        return (centred * centred).sum(axis=dims, keepdims=keepdim) / x.dtype.type(self.divisor)
 
+    @quiet
     def backward(self, dy):
         centred = self.saved
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return keep(dy, centred.shape, self.dims) * (2 / dy.dtype.type(self.divisor)) * centred
+        return keep(dy, centred.shape, self.dims) * (2 / dy.dtype.type(self.divisor)) * centred
 
 
 class Norm(Function):
     """y = (Σ |x|^p)^(1/p); p = inf is max |x|, p = 0 counts non-zeros.    dx = dy · sign(x) · (|x| / y)^(p−1), 0 where y = 0"""
 
+    @quiet
     def forward(self, x, p, dims, keepdim):
         xp = array_module(x)
         size = abs(x)
         if p == 2:
             y = xp.sqrt((x * x).sum(axis=dims, keepdims=True))
         elif p == math.inf:
-            y = size.max(axis=dims, keepdims=True, initial=0)
+            y = size.max(axis=dims, keepdims=True)
         elif p == -math.inf:
             y = size.min(axis=dims, keepdims=True)
         elif p == 0:
@@ -161,6 +160,7 @@ class Norm(Function):
         self.saved, self.p, self.dims = (x, y), p, dims
         return y if keepdim else y.reshape([n for i, n in enumerate(x.shape) if i not in dims])
 
+    @quiet
     def backward(self, dy):
         x, y = self.saved
         xp, p = array_module(x), self.p
@@ -169,22 +169,21 @@ class Norm(Function):
             return xp.zeros_like(x)
         if p in (math.inf, -math.inf):
             return _share_among_equals(abs(x), y, dy, self.dims) * xp.sign(x)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            if p == 2:
-                return dy * xp.where(y == 0, 0, x / y)
-            slope = xp.sign(x) * xp.power(abs(x) / y, p - 1)
-            return dy * xp.where((y == 0) | (x == 0), 0, slope)
+        if p == 2:
+            return dy * xp.where(y == 0, 0, x / y)
+        slope = xp.sign(x) * xp.power(abs(x) / y, p - 1)
+        return dy * xp.where((y == 0) | (x == 0), 0, slope)
 
 
 class Cumsum(Function):
-    """y_i = Σ_{j≤i} x_j, integers in int64.    dx_j = Σ_{i≥j} dy_i"""
+    """y_i = Σ_{j≤i} x_j    dx_j = Σ_{i≥j} dy_i"""
 
-    def forward(self, x, dim):
+    @quiet
+    def forward(self, x, dim, dtype):
         self.dim = dim
-        if x.ndim == 0:
-            return x.copy()
-        return x.cumsum(axis=dim, dtype=x.dtype if x.dtype.kind == "f" else np.int64)
+        return x.cumsum(axis=dim, dtype=dtype) if x.ndim else x.astype(dtype)
 
+    @quiet
     def backward(self, dy):
         xp, dim = array_module(dy), self.dim
         if dy.ndim == 0:
@@ -192,9 +191,16 @@ class Cumsum(Function):
         return xp.flip(xp.cumsum(xp.flip(dy, dim), axis=dim), dim)
 
 
+def _accumulate_in(input, dtype):
+    """(input, result dtype) of sum, prod and cumsum: what the caller asked for, else floats as they are, all else in int64."""
+    if dtype is None:
+        return input, input.array.dtype if input.array.dtype.kind == "f" else np.dtype(np.int64)
+    return cast(input, numpy_dtype(dtype)), numpy_dtype(dtype)
+
+
 def sum(input, dim=None, keepdim=False, *, dtype=None):
-    input = input if dtype is None else cast(input, numpy_dtype(dtype))
-    return Sum.apply(input, normalize_dims("sum", dim, input.ndim), keepdim)
+    input, dtype = _accumulate_in(input, dtype)
+    return Sum.apply(input, normalize_dims("sum", dim, input.ndim), keepdim, dtype)
 
 
 def mean(input, dim=None, keepdim=False, *, dtype=None):
@@ -203,70 +209,92 @@ def mean(input, dim=None, keepdim=False, *, dtype=None):
 
 
 def prod(input, dim=None, keepdim=False, *, dtype=None):
-    input = input if dtype is None else cast(input, numpy_dtype(dtype))
-    if dim is None:
-        return Prod.apply(input.reshape(-1), 0, False)
-    if input.ndim == 0:
-        return Prod.apply(input.reshape(1), normalize_dim("prod", dim, 0), False)
-    return Prod.apply(input, normalize_dim("prod", dim, input.ndim), keepdim)
+    input, dtype = _accumulate_in(input, dtype)
+    if dim is None and keepdim:
+        raise TypeError("prod: keepdim=True needs a dim")
+    d = 0 if dim is None else normalize_dim("prod", dim, input.ndim)
+    flat = dim is None or input.ndim == 0
+    return Prod.apply(input.reshape(-1) if flat else input, d, keepdim and not flat, dtype)
 
 
-def amax(input, dim=(), keepdim=False): return Amax.apply(input, normalize_dims("amax", dim, input.ndim), keepdim)
-def amin(input, dim=(), keepdim=False): return Amin.apply(input, normalize_dims("amin", dim, input.ndim), keepdim)
+def amax(input, dim=(), keepdim=False): return _extreme(Amax, "amax", input, dim, keepdim)
+def amin(input, dim=(), keepdim=False): return _extreme(Amin, "amin", input, dim, keepdim)
+
+
+def _extreme(op, name, input, dim, keepdim):
+    if dim in (None, ()) and not input.array.size:
+        raise RuntimeError(f"{name}: a tensor without elements has no extreme, got shape {tuple(input.shape)}; name a dim that has elements")
+    dims = normalize_dims(name, dim, input.ndim)
+    if any(input.array.shape[d] == 0 for d in dims):
+        raise IndexError(f"{name}: expected every reduced dim to have a non-zero size, got shape {tuple(input.shape)} reduced over {dims}")
+    return op.apply(input, dims, keepdim)
 
 
 def var(input, dim=None, unbiased=None, keepdim=False, *, correction=None):
-    if isinstance(dim, bool):                   # PyTorch's old form var(input, unbiased)
+    dims, correction = _spread("var", input, dim, unbiased, correction)
+    return Var.apply(input, dims, keepdim, correction)
+
+
+def std(input, dim=None, unbiased=None, keepdim=False, *, correction=None):
+    """√var, as ‖x − x̄‖ / √(n − correction): the norm's gradient is 0 at 0, where that of √ is infinite."""
+    dims, correction = _spread("std", input, dim, unbiased, correction)
+    divisor = max(count(input.array.shape, dims) - correction, 0)
+    return Norm.apply(input - Mean.apply(input, dims, True), 2, dims, keepdim) / math.sqrt(divisor)
+
+
+def _spread(op, input, dim, unbiased, correction):
+    """(axes, correction) of var and std, also in PyTorch's old forms var(input, unbiased) and var(input, dim, unbiased, keepdim)."""
+    if isinstance(dim, bool):
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     if input.array.dtype.kind != "f":
-        raise RuntimeError(f"var: a floating-point tensor is needed, got {input.dtype}; call .float() first")
-    return Var.apply(input, normalize_dims("var", dim, input.ndim), keepdim, correction)
-
-
-def std(input, dim=None, unbiased=None, keepdim=False, *, correction=None):
-    return sqrt(var(input, dim, unbiased, keepdim, correction=correction))
+        raise RuntimeError(f"{op}: a floating-point tensor is needed, got {input.dtype}; call .float() first")
+    return normalize_dims(op, dim, input.ndim), correction
 
 
 def norm(input, p=2, dim=None, keepdim=False):
     p = {"fro": 2, None: 2}.get(p, p)
     if input.array.dtype.kind != "f":
         raise RuntimeError(f"norm: a floating-point tensor is needed, got {input.dtype}; call .float() first")
-    return Norm.apply(input, p, normalize_dims("norm", dim, input.ndim), keepdim)
+    if not isinstance(p, (int, float)):
+        raise TypeError(f"norm: p must be a number or 'fro', got {p!r}")
+    dims = normalize_dims("norm", dim, input.ndim)
+    if (p < 0 or p == math.inf) and count(input.array.shape, dims) == 0:
+        raise RuntimeError(f"norm: the {p} norm of no elements does not exist, got shape {tuple(input.shape)}")
+    return Norm.apply(input, p, dims, keepdim)
 
 
 def cumsum(input, dim, *, dtype=None):
-    input = input if dtype is None else cast(input, numpy_dtype(dtype))
-    return Cumsum.apply(input, normalize_dim("cumsum", dim, input.ndim))
+    input, dtype = _accumulate_in(input, dtype)
+    return Cumsum.apply(input, normalize_dim("cumsum", dim, input.ndim), dtype)
 
 
 # --- without gradient -------------------------------------------------------------------------------------------------
 
-def any_(input, dim=None, keepdim=False):
-    x = array_of(input)
-    return constant(array_module(x).asarray((x != 0).any(axis=normalize_dims("any", dim, x.ndim), keepdims=keepdim)))
+def any_(input, dim=None, keepdim=False): return _truth("any", input, dim, keepdim)
+def all_(input, dim=None, keepdim=False): return _truth("all", input, dim, keepdim)
 
 
-def all_(input, dim=None, keepdim=False):
-    x = array_of(input)
-    return constant(array_module(x).asarray((x != 0).all(axis=normalize_dims("all", dim, x.ndim), keepdims=keepdim)))
-
-
-def _arg(op, input, dim, keepdim):
-    """argmax and argmin: the index in the flattened tensor, or along one axis."""
-    x = array_of(input)
-    if x.size == 0:
-        raise IndexError(f"{op}: expected a tensor with elements, got shape {x.shape}")
-    y = getattr(x, op)() if dim is None else getattr(x, op)(axis=normalize_dim(op, dim, x.ndim)) if x.ndim else x.astype(np.int64) * 0
-    y = array_module(x).asarray(y, dtype=np.int64)
-    if keepdim:
-        y = keep(y, x.shape, normalize_dims(op, dim, x.ndim))
-    return constant(y)
+def _truth(op, input, dim, keepdim):
+    """bool, also for uint8 (where PyTorch gives uint8). dim=() reduces nothing, as in PyTorch."""
+    x = array_of(input) != 0
+    dims = () if dim == () else normalize_dims(op, dim, x.ndim)
+    return constant(array_module(x).asarray(getattr(x, op)(axis=dims, keepdims=keepdim)))
 
 
 def argmax(input, dim=None, keepdim=False): return _arg("argmax", input, dim, keepdim)
 def argmin(input, dim=None, keepdim=False): return _arg("argmin", input, dim, keepdim)
+
+
+def _arg(op, input, dim, keepdim):
+    """The index of the first extreme in the flattened tensor, or along one axis."""
+    x = array_of(input)
+    d = None if dim is None else normalize_dim(op, dim, x.ndim)
+    if (x.size if d is None or not x.ndim else x.shape[d]) == 0:
+        raise IndexError(f"{op}: expected {'a tensor' if dim is None else f'dim {dim}'} with elements, got shape {x.shape}")
+    y = getattr(x, op)(axis=d if x.ndim else None)
+    return constant(array_module(x).asarray(keep(y, x.shape, range(x.ndim) if d is None else (d,)) if keepdim else y, dtype=np.int64))
 
 
 def count_nonzero(input, dim=None):

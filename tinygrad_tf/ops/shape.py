@@ -46,7 +46,7 @@ class Expand(Function):
     """Axes of size 1, and new ones in front, repeated without a copy. The engine sums the gradient back."""
 
     def forward(self, x, shape):
-        return array_module(x).broadcast_to(x, shape)
+        return x if x.shape == shape else array_module(x).broadcast_to(x, shape)
 
     def backward(self, dy):
         return dy
@@ -106,8 +106,7 @@ class Roll(Function):
         return array_module(x).roll(x, shifts, dims)
 
     def backward(self, dy):
-        back = tuple(-s for s in self.shifts) if isinstance(self.shifts, tuple) else -self.shifts
-        return array_module(dy).roll(dy, back, self.dims)
+        return array_module(dy).roll(dy, tuple(-s for s in self.shifts), self.dims)
 
 
 class Repeat(Function):
@@ -189,7 +188,13 @@ def flatten(input, start_dim=0, end_dim=-1):
 
 
 def unflatten(input, dim, sizes):
-    d, shape = normalize_dim("unflatten", dim, input.ndim), input.array.shape
+    d, shape = _real_dim("unflatten", dim, input), input.array.shape
+    sizes = as_shape("unflatten", (sizes,))
+    if sizes.count(-1) == 1:
+        known = -math.prod(sizes)
+        sizes = tuple(shape[d] // max(known, 1) if n == -1 else n for n in sizes)
+    if math.prod(sizes) != shape[d] or any(n < 0 for n in sizes):
+        raise RuntimeError(f"unflatten: sizes {sizes} do not multiply to {shape[d]}, the size of dim {dim} of shape {shape}")
     return reshape(input, (*shape[:d], *sizes, *shape[d + 1:]))
 
 
@@ -205,11 +210,10 @@ def unsqueeze(input, dim):
 
 
 def transpose(input, dim0, dim1):
-    if input.ndim == 0:
-        return Permute.apply(input, ())
-    dims = list(range(input.ndim))
     a, b = normalize_dim("transpose", dim0, input.ndim), normalize_dim("transpose", dim1, input.ndim)
-    dims[a], dims[b] = b, a
+    dims = list(range(input.ndim))
+    if dims:
+        dims[a], dims[b] = b, a
     return Permute.apply(input, tuple(dims))
 
 
@@ -217,6 +221,13 @@ def t(input):
     if input.ndim > 2:
         raise RuntimeError(f"t: expected a tensor with at most 2 dimensions, got shape {tuple(input.shape)}; use .transpose(-2, -1) or .mT")
     return transpose(input, 0, 1) if input.ndim == 2 else Permute.apply(input, tuple(range(input.ndim)))
+
+
+def transpose_matrices(input):
+    """x.mT: the last two axes exchanged."""
+    if input.ndim < 2:
+        raise RuntimeError(f"mT: expects a matrix or a stack of matrices, got shape {tuple(input.shape)}")
+    return transpose(input, -2, -1)
 
 
 def permute(input, *dims):
@@ -260,10 +271,10 @@ def clone(input):
 def cat(tensors, dim=0):
     """Joins tensors along `dim`; all other sizes must agree. 1-D tensors without elements are skipped, as in PyTorch."""
     tensors = _tensor_list("cat", tensors)
+    if any(x.ndim == 0 for x in tensors):
+        raise RuntimeError("cat: zero-dimensional tensors cannot be concatenated; use stack")
     kept = [x for x in tensors if x.array.shape != (0,)] or tensors[:1]
     d = normalize_dim("cat", dim, kept[0].ndim)
-    if kept[0].ndim == 0:
-        raise RuntimeError("cat: zero-dimensional tensors cannot be concatenated; use stack")
     rest = [x.array.shape[:d] + x.array.shape[d + 1:] for x in kept]
     if any(x.ndim != kept[0].ndim for x in kept) or any(r != rest[0] for r in rest):
         raise RuntimeError(f"cat: sizes of tensors must match except in dimension {d}, got {[tuple(x.shape) for x in kept]}")
@@ -282,16 +293,23 @@ def _tensor_list(op, tensors):
     if hasattr(tensors, "array") or not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{op}: expected a list or tuple of tensors, got {type(tensors).__name__}")
     if not tensors:
-        raise RuntimeError(f"{op}: expected a non-empty list of tensors")
+        raise (ValueError if op == "cat" else RuntimeError)(f"{op}: expected a non-empty list of tensors")
     for x in tensors:
         if not hasattr(x, "array"):
             raise TypeError(f"{op}: expected tensors, got {type(x).__name__}")
     return list(tensors)
 
 
+def _real_dim(op, dim, x, error=RuntimeError):
+    """One axis as a non-negative int, of a tensor that has one."""
+    if x.ndim == 0:
+        raise error(f"{op}: expects at least a 1-dimensional tensor, this one has no dimensions; give it one with .reshape(1)")
+    return normalize_dim(op, dim, x.ndim)
+
+
 def split(tensor, split_size_or_sections, dim=0):
     """Views of stretches of `size` (the last may be shorter), or of the given sizes, along `dim`."""
-    d = normalize_dim("split", dim, tensor.ndim)
+    d = _real_dim("split", dim, tensor)
     n, sizes = tensor.array.shape[d], split_size_or_sections
     if isinstance(sizes, (list, tuple)):
         if builtin_sum(sizes) != n or any(s < 0 for s in sizes):
@@ -311,12 +329,12 @@ def chunk(input, chunks, dim=0):
     """`chunks` stretches of equal size; the last may be shorter, and there may be fewer."""
     if chunks <= 0:
         raise RuntimeError(f"chunk: chunks must be at least 1, got {chunks}")
-    n = input.array.shape[normalize_dim("chunk", dim, input.ndim)]
-    return split(input, max(-(-n // chunks), 1), dim)
+    n = input.array.shape[_real_dim("chunk", dim, input)]
+    return split(input, -(-n // chunks) if n else [0] * chunks, dim)
 
 
 def unbind(input, dim=0):
-    d = normalize_dim("unbind", dim, input.ndim)
+    d = _real_dim("unbind", dim, input, IndexError)
     return tuple(input[(slice(None),) * d + (i,)] for i in range(input.array.shape[d]))
 
 
@@ -330,13 +348,18 @@ def _triangle(which, input, diagonal):
     return Triangle.apply(input, which, diagonal)
 
 
-def flip(input, *dims): return Flip.apply(input, normalize_dims("flip", as_shape("flip", dims), input.ndim))
+def flip(input, *dims):
+    dims = as_shape("flip", dims)
+    return Flip.apply(input, normalize_dims("flip", dims, input.ndim) if dims else ())
 
 
 def roll(input, shifts, dims=None):
     if dims is None:
         return reshape(roll(reshape(input, -1), shifts, 0), input.array.shape)
-    return Roll.apply(input, shifts, dims)
+    shifts, dims = (tuple(v) if isinstance(v, (tuple, list)) else (v,) for v in (shifts, dims))
+    if len(shifts) != len(dims):
+        raise RuntimeError(f"roll: one shift for each dim is needed, got shifts {shifts} and dims {dims}")
+    return Roll.apply(input, shifts, tuple(_real_dim("roll", d, input, IndexError) for d in dims))
 
 
 def repeat(input, *sizes):
@@ -354,7 +377,7 @@ def tile(input, *sizes):
 def repeat_interleave(input, repeats, dim=None):
     if dim is None:
         return repeat_interleave(reshape(input, -1), repeats, 0)
-    d = normalize_dim("repeat_interleave", dim, input.ndim)
+    d = _real_dim("repeat_interleave", dim, input, IndexError)
     counts = array_of(repeats)
     if np.ndim(counts) and counts.size > 1:     # a count for each element: gather them
         if counts.shape != (input.array.shape[d],):
@@ -376,22 +399,29 @@ def pad(input, pad, mode="constant", value=None):
         raise RuntimeError(f"pad: widths come in pairs, at most one pair for each of the {input.ndim} dimensions, got {tuple(pad)}")
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]
     widths = [(0, 0)] * (input.ndim - len(pairs)) + pairs
-    if any(n + a + b < 0 for n, (a, b) in zip(input.array.shape, widths)):
+    if any(n + min(a, 0) + min(b, 0) < 0 for n, (a, b) in zip(input.array.shape, widths)):
         raise RuntimeError(f"pad: widths {tuple(pad)} crop more than shape {tuple(input.shape)} has")
     return Pad.apply(input, widths, 0 if value is None else value)
 
 
 def diagonal(input, offset=0, dim1=0, dim2=1):
     """The diagonal of two axes as the last axis."""
-    rows, columns = input.array.shape[dim1], input.array.shape[dim2]
+    a, b = (normalize_dim("diagonal", d, input.ndim) for d in (dim1, dim2))
+    if a == b:
+        raise RuntimeError(f"diagonal: dim1 and dim2 must be two axes, got {dim1} and {dim2} for shape {tuple(input.shape)}")
+    rows, columns = input.array.shape[a], input.array.shape[b]
     i = np.arange(max(min(rows + min(offset, 0), columns - max(offset, 0)), 0))
-    moved = movedim(input, (dim1, dim2), (-2, -1))
+    moved = movedim(input, (a, b), (-2, -1))
     return moved[..., constant(i - min(offset, 0)), constant(i + max(offset, 0))]
 
 
 def meshgrid(*tensors, indexing="ij"):
-    tensors = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
+    """Coordinates of a grid: result i holds tensors[i] along axis i, [n0, n1, …]; "xy" exchanges the first two axes."""
+    tensors = _tensor_list("meshgrid", tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors)
     if indexing not in ("ij", "xy"):
         raise RuntimeError(f"meshgrid: indexing must be 'ij' or 'xy', got {indexing!r}")
-    grids = array_module(*(x.array for x in tensors)).meshgrid(*(x.array for x in tensors), indexing=indexing)
-    return tuple(constant(g.copy()) for g in grids)
+    if any(x.ndim > 1 or x.dtype != tensors[0].dtype for x in tensors):
+        raise RuntimeError(f"meshgrid: expects 0-D or 1-D tensors of one dtype, got {[(tuple(x.shape), x.dtype) for x in tensors]}")
+    shape = [x.array.size for x in tensors]
+    grids = [expand(reshape(x, [n if i == j else 1 for j, n in enumerate(shape)]), shape) for i, x in enumerate(tensors)]
+    return tuple(transpose(g, 0, 1) for g in grids) if indexing == "xy" and len(grids) > 1 else tuple(grids)

@@ -34,7 +34,7 @@ class Softmax(Function):
 class LogSoftmax(Function):
     """y_i = x_i − m − ln Σ_j e^(x_j − m),  m = max x, along one axis.    dx = dy − e^y · Σ_j dy_j"""
 
-    @np.errstate(invalid="ignore")
+    @np.errstate(invalid="ignore", divide="ignore")
     def forward(self, x, dim):
         xp, x32 = array_module(x), at_least_float32(require_float("log_softmax", x))
         y = x32 - max_along(x32, dim)

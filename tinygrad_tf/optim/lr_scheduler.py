@@ -1,6 +1,14 @@
 """Learning-rate schedules. `scheduler.step()` follows `optimizer.step()`, once an update (or once an epoch)."""
 import math
 
+from .optimizer import Optimizer
+
+
+def _groups_of(optimizer):
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"lr_scheduler: {type(optimizer).__name__} is not an Optimizer")
+    return optimizer.param_groups
+
 
 class LRScheduler:
     """Subclasses define `get_lr()`: the learning rate of each group at step `self.last_epoch`, from `self.base_lrs`.
@@ -10,9 +18,9 @@ class LRScheduler:
 
     def __init__(self, optimizer, last_epoch=-1):
         self.optimizer, self.last_epoch = optimizer, last_epoch
-        for i, group in enumerate(optimizer.param_groups):
+        for i, group in enumerate(_groups_of(optimizer)):
             if last_epoch == -1:
-                group["initial_lr"] = group["lr"]
+                group.setdefault("initial_lr", group["lr"])     # a second scheduler starts from the same rates
             elif "initial_lr" not in group:
                 raise KeyError(f"param 'initial_lr' is not specified in param_groups[{i}] when resuming the scheduler with "
                                f"last_epoch={last_epoch}")
@@ -48,7 +56,7 @@ class LambdaLR(LRScheduler):
     """lr = initial lr · lr_lambda(step). One function, or a list with one for each parameter group."""
 
     def __init__(self, optimizer, lr_lambda, last_epoch=-1):
-        groups = len(optimizer.param_groups)
+        groups = len(_groups_of(optimizer))
         self.lr_lambdas = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * groups
         if len(self.lr_lambdas) != groups:
             raise ValueError(f"LambdaLR: expected {groups} lr_lambdas, one for each parameter group, got {len(self.lr_lambdas)}")

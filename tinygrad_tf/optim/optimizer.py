@@ -73,7 +73,7 @@ class Optimizer:
 
     def check_range(self, group, *names):
         for name in names:
-            if not 0.0 <= float(group[name]) < math.inf:
+            if name in group and not 0.0 <= float(group[name]) < math.inf:
                 raise ValueError(f"{self._name()}: Invalid {_SPOKEN.get(name, name)}: {name}={group[name]}, expected a number >= 0")
 
     def zero_grad(self, set_to_none=True):
@@ -121,17 +121,21 @@ class Optimizer:
 
         ValueError, and nothing changed, if the groups or the shapes are not those of this optimizer.
         """
-        groups, params = state_dict["param_groups"], self._params()
+        groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(f"{self._name()}: loaded state dict has parameter groups of "
                              f"{[len(g['params']) for g in groups]} parameters, this optimizer has "
                              f"{[len(g['params']) for g in self.param_groups]}")
-        own = dict(zip((i for g in groups for i in g["params"]), params))
+        own = dict(zip((i for g in groups for i in g["params"]), self._params()))
+        groups = [{**self.defaults, **theirs, "params": mine["params"]} for theirs, mine in zip(groups, self.param_groups)]
+        for group in groups:
+            self.check_options(group)
         state = defaultdict(dict)
         for index, entry in state_dict["state"].items():
+            if index not in own:
+                raise ValueError(f"{self._name()}: loaded state is for parameter {index}, but the groups hold {list(own)}")
             state[own[index]] = {name: self._adopt(name, value, own[index]) for name, value in entry.items()}
-        self.state = state
-        self.param_groups = [{**_options(theirs), "params": mine["params"]} for theirs, mine in zip(groups, self.param_groups)]
+        self.state, self.param_groups = state, groups
 
     def _params(self):
         return [p for group in self.param_groups for p in group["params"]]

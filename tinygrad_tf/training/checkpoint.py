@@ -1,8 +1,9 @@
-"""One file that holds a whole run: weights, optimizer, random states, data position, configuration, tokenizer.
+"""One file that holds a whole run: weights, optimizer, random states, metrics, configuration, tokenizer.
 
 Tensors are stored as safetensors and everything else as JSON in the same file's header, so that one rename replaces the
 old checkpoint by the new one: a crash or a full disk at any moment leaves one of the two whole. Nothing is pickled.
 """
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 FORMAT = 1
-_HEADER = "tinygrad_tf"
+_STATE, _DIGEST = "tinygrad_tf", "sha256"       # the two entries of the file's metadata
 
 
 class CheckpointError(ValueError):
@@ -18,41 +19,76 @@ class CheckpointError(ValueError):
 
 
 def save_checkpoint(path, tensors, state):
-    """Writes {name: array} and a JSON-able dict to one file, atomically: a temporary file, flushed to disk, then renamed."""
+    """Writes {name: array} and a JSON-able dict to one file, atomically."""
     from safetensors.numpy import save
     arrays = {name: np.ascontiguousarray(a) for name, a in tensors.items()}
-    data = save(arrays, metadata={_HEADER: json.dumps({"format": FORMAT, **state})})
-    write_atomically(path, data)
+    text = json.dumps({"format": FORMAT, **state})
+    write_atomically(path, save(arrays, metadata={_STATE: text, _DIGEST: content_digest(arrays, text)}))
+
+
+def content_digest(tensors, text):
+    """SHA-256 over the text and every tensor's name, dtype, shape and bytes: one changed bit anywhere is seen."""
+    digest = hashlib.sha256(text.encode())
+    for name, array in sorted(tensors.items()):
+        digest.update(repr((name, array.dtype.str, array.shape)).encode())
+        digest.update(array.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
 
 
 def write_atomically(path, data):
-    """Bytes or text to a file that is, at every moment, the old one or the new one."""
+    """Bytes or text to a file that is, at every moment, the old one or the new one. OSError names the file."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    data = data.encode("utf-8") if isinstance(data, str) else data
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder):
+    """Deletes what a process that was killed while it wrote has left half done."""
+    for temporary in Path(folder).glob(".*.tmp"):
         temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path):
     """({name: array}, state). Raises CheckpointError with one sentence when the file is missing or damaged."""
-    from safetensors import SafetensorError, safe_open
     if not Path(path).is_file():
         raise CheckpointError(f"there is no checkpoint at {path}")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            state = json.loads((file.metadata() or {}).get(_HEADER, "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, ValueError, OSError) as error:
-        raise CheckpointError(f"the checkpoint {path} is damaged or is no safetensors file ({error})") from None
-    if not isinstance(state, dict) or "format" not in state:
-        raise CheckpointError(f"{path} is a safetensors file but no checkpoint of tinygrad_tf")
+    tensors, metadata = _read(path)
+    state = _parse(metadata.get(_STATE, ""), path)
     if state["format"] != FORMAT:
         raise CheckpointError(f"the checkpoint {path} has format {state['format']!r}, this version reads format {FORMAT}")
+    if metadata.get(_DIGEST) != content_digest(tensors, metadata[_STATE]):
+        raise CheckpointError(f"the checkpoint {path} is damaged: its content does not have the SHA-256 that was stored with it")
     return tensors, state
+
+
+def _read(path):
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # the last ones: odd dtypes
+        raise CheckpointError(f"the checkpoint {path} is damaged or is no safetensors file ({one_line(error)})") from None
+
+
+def _parse(text, path):
+    try:
+        state = json.loads(text)
+    except ValueError:
+        state = None
+    if not isinstance(state, dict) or "format" not in state:
+        raise CheckpointError(f"{path} is a safetensors file but no checkpoint of tinygrad_tf, or a damaged one")
+    return state
+
+
+def one_line(error):
+    """The message of an error, whatever its line breaks."""
+    return " ".join(str(error).split())

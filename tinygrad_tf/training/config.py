@@ -13,12 +13,12 @@ class TrainConfig:
     dropout: float = 0.0
     norm: str = "pre"               # "pre" or "post" (the guide's MiniGPT)
     batch_size: int = 12            # B
-    steps: int = 1500
-    lr: float = 2e-3
+    steps: int = 1200
+    lr: float = 4e-3
     warmup: int = 100
     weight_decay: float = 0.1
     clip: float = 1.0
-    eval_every: int = 250
+    eval_every: int = 200
     seed: int = 0
 
     def __post_init__(self):
@@ -56,5 +56,5 @@ class TrainConfig:
 
 PRESETS = {
     "tiny": TrainConfig(),
-    "small": TrainConfig(context=128, dim=256, layers=4, heads=8, dropout=0.1, batch_size=16, steps=3000, lr=1e-3, eval_every=500),
+    "small": TrainConfig(context=128, dim=192, layers=4, heads=6, dropout=0.1, batch_size=8, steps=2500, lr=3e-3, eval_every=250),
 }

@@ -1,8 +1,10 @@
 """The numbers of a run: rows in metrics.csv, and the curve in loss.png. No times: two runs with one seed write equal files."""
-import csv
 import io
+import logging
 import math
 from pathlib import Path
+
+import numpy as np
 
 from .checkpoint import write_atomically
 
@@ -10,63 +12,68 @@ FIELDS = ("step", "learning_rate", "train_loss", "gradient_norm", "validation_lo
 
 
 class Metrics:
-    """Rows of FIELDS, one a step; `validation_loss` is empty between evaluations. Kept in memory and written whole."""
+    """Rows of FIELDS, one a step, kept in memory; what was not measured at a step is NaN here and empty in the file."""
 
-    def __init__(self, folder, rows=()):
-        self.folder, self.rows = Path(folder), list(rows)
+    def __init__(self, folder, table=()):
+        """table: what `table()` gave, [N, 5]: a checkpoint holds it, and the files in `folder` are written from it alone."""
+        self.folder = Path(folder)
+        self.rows = np.asarray(table, dtype=np.float64).reshape(-1, len(FIELDS)).tolist()
 
-    @classmethod
-    def resume(cls, folder, step):
-        """The rows up to a step: what an interrupted run wrote after its checkpoint is computed again."""
-        try:
-            with open(Path(folder) / "metrics.csv", newline="", encoding="utf-8") as file:
-                rows = [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
-        except FileNotFoundError:
-            rows = []
-        return cls(folder, [{**row, "step": int(row["step"])} for row in rows if row["step"] <= step])
+    def table(self):
+        return np.array(self.rows, dtype=np.float64).reshape(-1, len(FIELDS))
 
     def add(self, **row):
-        self.rows.append({name: row.get(name) for name in FIELDS})
+        self.rows.append([math.nan if row.get(name) is None else float(row[name]) for name in FIELDS])
 
     def column(self, name):
         """(steps, values) where the column is filled."""
-        filled = [(row["step"], row[name]) for row in self.rows if row[name] is not None]
-        return [s for s, _ in filled], [v for _, v in filled]
+        values = self.table()[:, FIELDS.index(name)]
+        filled = ~np.isnan(values)
+        return self.table()[filled, 0].astype(int), values[filled]
 
     def write(self):
-        text = io.StringIO()
-        writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        for row in self.rows:
-            writer.writerow({k: "" if v is None else v if k == "step" else repr(v) for k, v in row.items()})
-        write_atomically(self.folder / "metrics.csv", text.getvalue())
+        """metrics.csv, every number with all its digits."""
+        lines = [",".join(FIELDS)]
+        for step, *numbers in self.rows:
+            lines.append(",".join([str(int(step)), *("" if math.isnan(v) else repr(v) for v in numbers)]))
+        write_atomically(self.folder / "metrics.csv", "\n".join(lines) + "\n")
 
     def draw(self, baselines=None):
-        """loss.png: training loss (pale: every step, dark: its running mean), validation loss, and the n-gram baselines."""
+        """loss.png: training loss (pale: each batch, dark: a moving mean), validation loss, and the n-gram baselines."""
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)     # its first run says that it builds a font cache
         from matplotlib.figure import Figure
         figure = Figure(figsize=(8, 4.8), layout="constrained")     # no pyplot: works without a display
         axes = figure.subplots()
-        steps, losses = self.column("train_loss")
-        axes.plot(steps, losses, color="#9ecae1", linewidth=0.6, label="training, each batch")
-        axes.plot(steps, _running_mean(losses), color="#08519c", linewidth=1.6, label="training, running mean")
-        axes.plot(*self.column("validation_loss"), color="#d95f02", marker="o", markersize=4, label="validation")
-        for n, nats in sorted((baselines or {}).items()):
-            if n > 1:                                               # the unigram's 3.2 nats would flatten the rest
-                axes.axhline(nats, color="0.55", linewidth=0.8, linestyle="--")
-                axes.annotate(f"{n}-gram {nats:.2f}", (1, nats), xycoords=("axes fraction", "data"), xytext=(-4, 2),
-                              textcoords="offset points", ha="right", fontsize=8, color="0.35")
-        axes.set(xlabel="step", ylabel="loss (nats per character)", title="MiniGPT: loss")
-        axes.legend(frameon=False)
+        self._draw_losses(axes)
+        steps = self.column("train_loss")[0]
+        _draw_baselines(axes, baselines or {})
+        axes.set(xlabel="step", ylabel="loss (nats per character)", title="MiniGPT: training and validation loss",
+                 xlim=(0, max(steps[-1:], default=1) * 1.13))       # room for the names of the baselines
+        axes.legend(frameon=False, loc="upper right")
         axes.spines[["top", "right"]].set_visible(False)
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=130)
         write_atomically(self.folder / "loss.png", image.getvalue())
 
+    def _draw_losses(self, axes):
+        steps, losses = self.column("train_loss")
+        around = max(1, len(losses) // 100)
+        axes.plot(steps, losses, color="#9ecae1", linewidth=0.6, label="training, each batch")
+        axes.plot(steps, moving_mean(losses, around), color="#08519c", linewidth=1.6,
+                  label=f"training, mean of {2 * around + 1} batches")
+        axes.plot(*self.column("validation_loss"), color="#d95f02", linewidth=1.6, marker="o", markersize=4, label="validation")
 
-def _running_mean(values, decay=0.98):
-    """Exponential running mean, corrected at the start as in Adam."""
-    mean, out = 0.0, []
-    for i, v in enumerate(values, 1):
-        mean = decay * mean + (1 - decay) * v
-        out.append(mean / (1 - math.pow(decay, i)))
-    return out
+
+def _draw_baselines(axes, baselines):
+    """A dashed line for each, its name at the right end, beyond the curves."""
+    for n, nats in sorted(baselines.items()):
+        axes.axhline(nats, color="0.55", linewidth=0.8, linestyle="--", zorder=0)
+        axes.annotate(f"{n}-gram {nats:.2f}", (1, nats), xycoords=("axes fraction", "data"), xytext=(0, 2),
+                      textcoords="offset points", ha="right", va="bottom", fontsize=8, color="0.35")
+
+
+def moving_mean(values, around):
+    """y_i = mean(x_{i−around} … x_{i+around}), over fewer values at the two ends.    x, y: [N]"""
+    sums, i = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
+    first, last = np.maximum(i - around, 0), np.minimum(i + around + 1, len(values))
+    return (sums[last] - sums[first]) / (last - first)

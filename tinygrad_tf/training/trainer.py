@@ -1,18 +1,20 @@
 """The training loop of MiniGPT: batch → loss → gradients → clip → AdamW → schedule; evaluate, save, resume (guide 16)."""
 import hashlib
+import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from .. import random
 from ..autograd import constant
-from ..data import BatchSampler, CharTokenizer, baselines, load_text, require_length, split_train_validation
+from ..data import CORPORA, BatchSampler, CharTokenizer, CorpusError, baselines, load_text, require_length, split_train_validation
 from ..models import MiniGPT
 from ..nn.utils import clip_grad_norm_
 from ..optim import AdamW, decay_groups
 from ..optim.lr_scheduler import LambdaLR, warmup_cosine
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .checkpoint import CheckpointError, load_checkpoint, one_line, remove_leftovers, save_checkpoint
 from .config import TrainConfig
 from .evaluation import evaluate
 from .metrics import Metrics
@@ -30,15 +32,18 @@ class Trainer:
 
     def __init__(self, config, sources, folder):
         """sources: names of corpora and paths of UTF-8 files, as `data.load_text` takes them."""
-        self.config, self.sources, self.folder = config, sources, Path(folder)
-        self.tokenizer, self.train_ids, self.validation_ids = encode_split(load_text(sources))
+        self.config, self.sources, self.folder = config, absolute(sources), Path(folder)
+        text = load_text(sources)
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self.tokenizer, self.train_ids, self.validation_ids = encode_split(text)
         require_length(self.train_ids, config.context, "training text")
+        require_length(self.validation_ids, 1, "held-out text")
         random.manual_seed(config.seed)
         self.model = build_model(config, self.tokenizer.vocab_size)
         self.optimizer = AdamW(decay_groups(self.model, config.weight_decay), lr=config.lr, betas=(0.9, 0.99))
         self.scheduler = LambdaLR(self.optimizer, lambda step: warmup_cosine(step + 1, config.warmup, config.steps + 1, FINAL_LR))
         self.sampler = BatchSampler(self.train_ids, config.context, config.batch_size, seed=config.seed)
-        self.metrics, self.step = Metrics(self.folder), 0
+        self.metrics, self.step, self.random_state = Metrics(self.folder), 0, random.get_rng_state()
 
     def baselines(self):
         """{n: nats per token} of the n-gram models on the same split."""
@@ -46,90 +51,110 @@ class Trainer:
 
     def train_step(self):
         """One update. Returns (loss, gradient norm before clipping) as numbers."""
+        random.set_rng_state(self.random_state)         # whoever drew random numbers since the last step changes nothing here
         inputs, targets = self.sampler.next()
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         _, loss = self.model(constant(inputs), constant(targets))
         loss.backward()
-        norm = clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self._check_finite(loss.item())
+        loss, norm = loss.item(), clip_grad_norm_(self.model.parameters(), self.config.clip).item()
+        self._check_finite("loss", loss)
+        self._check_finite("gradient norm", norm)
         self.optimizer.step()
         self.scheduler.step()
-        self.step += 1
-        return loss.item(), norm.item()
+        self.step, self.random_state = self.step + 1, random.get_rng_state()
+        return loss, norm
 
-    def _check_finite(self, loss):
-        """Stops before a NaN reaches the weights."""
-        if not np.isfinite(loss):
-            raise FloatingPointError(f"the loss became {loss} at step {self.step + 1}; the last checkpoint is intact: "
-                                     f"try a smaller --lr, or a longer --warmup")
+    def _check_finite(self, name, value):
+        """Stops before a NaN reaches the weights, or a checkpoint."""
+        if not np.isfinite(value):
+            raise FloatingPointError(f"the {name} became {value} after {self.step} steps; the last checkpoint is intact: try a smaller "
+                                     f"--lr, or a longer --warmup")
 
     def run(self, should_stop=lambda: False, report=lambda **numbers: None):
         """Trains up to config.steps, or until should_stop() after a step. Returns True when the run is complete.
 
-        report(step=…, loss=…, lr=…, tokens_per_second=…, validation_loss=… or None) is called after each step.
+        Saves at the start, at each evaluation and when it stops. report(step=…, loss=…, lr=…, tokens_per_second=…,
+        validation_loss=… or None) is called after each step; the rate does not count evaluations.
         """
-        started, first = time.perf_counter(), self.step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.folder)
+        self.save()                                     # a folder that cannot be written to shows before the work is done
+        with np.errstate(over="ignore", invalid="ignore"):              # what overflows is found by _check_finite
+            return self._loop(should_stop, report)
+
+    def _loop(self, should_stop, report):
+        seconds, first = 0.0, self.step
         while self.step < self.config.steps:
-            lr = self.scheduler.get_last_lr()[0]
+            lr, started = self.scheduler.get_last_lr()[0], time.perf_counter()
             loss, norm = self.train_step()
-            validation_loss = self._evaluate_when_due()
+            seconds += time.perf_counter() - started
+            validation_loss = self.evaluate() if self._evaluation_is_due() else None
             self.metrics.add(step=self.step, learning_rate=lr, train_loss=loss, gradient_norm=norm, validation_loss=validation_loss)
-            tokens = (self.step - first) * self.config.batch_size * self.config.context
-            report(step=self.step, loss=loss, lr=lr, validation_loss=validation_loss,
-                   tokens_per_second=tokens / (time.perf_counter() - started))
             stop = should_stop()
-            if validation_loss is not None or stop:
+            if stop or validation_loss is not None:
                 self.save()
+            report(step=self.step, loss=loss, lr=lr, validation_loss=validation_loss,
+                   tokens_per_second=(self.step - first) * self.config.batch_size * self.config.context / seconds)
             if stop and self.step < self.config.steps:
                 return False
         return True
 
-    def _evaluate_when_due(self):
-        if self.step % self.config.eval_every and self.step != self.config.steps:
-            return None
-        return self.evaluate()
+    def _evaluation_is_due(self):
+        return self.step % self.config.eval_every == 0 or self.step == self.config.steps
 
     def evaluate(self):
         """Validation loss in nats per token."""
-        return evaluate(self.model, self.validation_ids, self.config.context)
+        loss = evaluate(self.model, self.validation_ids, self.config.context)
+        self._check_finite("validation loss", loss)
+        return loss
 
     # --- the checkpoint ---------------------------------------------------------------------------------------------
 
     def save(self):
-        """Metrics first: whatever they hold beyond the checkpoint's step is dropped when the run is resumed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.metrics.write()
-        tensors = {f"model.{k}": v.array for k, v in self._weights().items()}
+        """The checkpoint, and metrics.csv from the numbers that are also in it."""
+        tensors = {f"model.{k}": v.array for k, v in self.model.named_parameters()}        # a tied weight once
         moments, optimizer = split_tensors(self.optimizer.state_dict())
-        tensors.update({f"optimizer.{k}": v for k, v in moments.items()}, rng=random.get_rng_state())
+        tensors.update({f"optimizer.{k}": v for k, v in moments.items()}, rng=self.random_state, metrics=self.metrics.table())
         save_checkpoint(self.folder / CHECKPOINT, tensors, {
             "step": self.step, "config": self.config.to_dict(), "tokenizer": self.tokenizer.to_dict(), "optimizer": optimizer,
             "scheduler": self.scheduler.state_dict(), "sampler": self.sampler.state_dict(),
-            "sources": self.sources, "text": fingerprint(self.train_ids, self.validation_ids)})
-
-    def _weights(self):
-        return dict(self.model.named_parameters())              # a tied weight once
+            "sources": self.sources, "text": self.fingerprint})
+        self.metrics.write()
 
     @classmethod
     def resume(cls, folder, sources=None):
         """The run in a folder, as it was when its checkpoint was written; the text is read again. Raises CheckpointError."""
         tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
-        try:
+        with fitting(folder):
             self = cls(TrainConfig.from_dict(state["config"]), sources or state["sources"], folder)
-            if self.tokenizer.to_dict() != state["tokenizer"] or fingerprint(self.train_ids, self.validation_ids) != state["text"]:
-                raise CheckpointError(f"the run in {folder} was trained on another text than {self.sources} now is; "
+            if self.fingerprint != state["text"]:
+                raise CheckpointError(f"the run in {folder} was trained on another text than {', '.join(self.sources)} holds now; "
                                       f"resume it with the same text")
             load_weights(self.model, tensors)
             self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
             self.scheduler.load_state_dict(state["scheduler"])
             self.sampler.load_state_dict(state["sampler"])
-            random.set_rng_state(tensors["rng"])
-            self.step = state["step"]
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise CheckpointError(f"the checkpoint in {folder} lacks something that a resumed run needs ({error})") from None
-        self.metrics = Metrics.resume(folder, self.step)
+            self.step, self.random_state, self.metrics = state["step"], tensors["rng"], Metrics(folder, tensors["metrics"])
         return self
+
+
+@contextmanager
+def fitting(folder):
+    """Turns whatever a checkpoint lacks, or has too much of, into one CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, CorpusError):
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint in {folder} does not fit this version of tinygrad_tf "
+                              f"({type(error).__name__}: {one_line(error)})") from None
+
+
+def absolute(sources):
+    """A list of sources that means the same from any folder: paths become absolute, names of corpora stay."""
+    sources = [sources] if isinstance(sources, (str, os.PathLike)) else sources
+    return [source if source in CORPORA else os.path.abspath(source) for source in sources]
 
 
 def encode_split(text, tokenizer=None):
@@ -152,15 +177,13 @@ def load_weights(model, tensors):
 
 
 def load_model(folder):
-    """(model in eval mode, tokenizer, config) of a run's checkpoint. Raises CheckpointError."""
+    """(model in eval mode, tokenizer, state) of a run's checkpoint; state holds "config", "sources", "step". CheckpointError."""
     tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
-    try:
-        config, tokenizer = TrainConfig.from_dict(state["config"]), CharTokenizer.from_dict(state["tokenizer"])
-        model = build_model(config, tokenizer.vocab_size)
+    with fitting(folder):
+        tokenizer = CharTokenizer.from_dict(state["tokenizer"])
+        model = build_model(TrainConfig.from_dict(state["config"]), tokenizer.vocab_size)
         load_weights(model, tensors)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the checkpoint in {folder} does not fit this version ({error})") from None
-    return model.eval(), tokenizer, config
+    return model.eval(), tokenizer, state
 
 
 def split_tensors(state):
@@ -180,11 +203,3 @@ def join_tensors(rest, tensors, prefix):
             index, key = name.removeprefix(prefix).split(".", 1)
             state[int(index)][key] = constant(array)
     return {"param_groups": rest["param_groups"], "state": state}
-
-
-def fingerprint(*ids):
-    """SHA-256 of token ids: resuming on another text would be another run."""
-    digest = hashlib.sha256()
-    for part in ids:
-        digest.update(np.ascontiguousarray(part, dtype=np.int64))
-    return digest.hexdigest()

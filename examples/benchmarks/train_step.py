@@ -1,0 +1,142 @@
+"""One training step of a small GPT: tinygrad_tf beside PyTorch eager, the very same model code on both sides.
+
+    python examples/benchmarks/train_step.py [--size a|b] [--threads 1] [--rounds 15]
+
+Each library runs in a process of its own and takes its turn, a few steps at a time (A B A B …), so that a machine whose
+speed drifts favours neither. Printed are the median, minimum and maximum of the time per step, and the median of the
+ratios, turn by turn. Installs nothing; a library that is missing is left out. PyTorch's MKL takes a slow path on AMD
+processors, so a ratio holds for the kind of machine that it was measured on.
+"""
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+SIZES = {"a": dict(V=65, T=64, B=12, L=4, H=4, C=128), "b": dict(V=512, T=256, B=8, L=6, H=6, C=384)}
+LIBRARIES = ("tinygrad_tf", "torch")
+STEPS_A_TURN = {"a": 10, "b": 1}
+
+
+def build(torch, nn, F, V, T, B, L, H, C):
+    """Pre-norm decoder, tanh-GELU of width 4C, learned positions, tied head, AdamW, clip 1.0. Returns a function of one step."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
+            self.q, self.k, self.v, self.out = (nn.Linear(C, C) for _ in range(4))
+            self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+        def forward(self, x):
+            h = self.norm1(x)
+            q, k, v = (proj(h).reshape(B, T, H, C // H).transpose(1, 2) for proj in (self.q, self.k, self.v))
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(a.transpose(1, 2).reshape(B, T, C))
+            return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+    class GPT(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.position = nn.Embedding(V, C), nn.Embedding(T, C)
+            self.blocks = nn.ModuleList([Block() for _ in range(L)])
+            self.norm, self.head = nn.LayerNorm(C), nn.Linear(C, V, bias=False)
+            self.head.weight = self.token.weight
+
+        def forward(self, ids, targets):
+            x = self.token(ids) + self.position(torch.arange(T))
+            for block in self.blocks:
+                x = block(x)
+            return F.cross_entropy(self.head(self.norm(x)).reshape(-1, V), targets.reshape(-1))
+
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(0, V, (B, T + 1))
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+    return step
+
+
+def worker(library, size, threads):
+    """Answers each line on standard input with the seconds per step of one turn."""
+    torch, nn, F = (importlib.import_module(library + part) for part in ("", ".nn", ".nn.functional"))
+    if library == "torch":
+        torch.set_num_threads(threads)
+    else:
+        torch.backend.tune_allocator()
+    step = build(torch, nn, F, **SIZES[size])
+    losses = [step() for _ in range(3)]
+    print(json.dumps({"losses": losses}), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(STEPS_A_TURN[size]):
+            step()
+        print((time.perf_counter() - start) / STEPS_A_TURN[size], flush=True)
+
+
+def start(library, size, threads):
+    """A worker process. OPENBLAS_CORETYPE and its like, set on some machines for old builds, would slow NumPy down."""
+    env = {k: v for k, v in os.environ.items() if k not in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
+    env.update({name: str(threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")})
+    command = [sys.executable, __file__, "--worker", library, "--size", size, "--threads", str(threads)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def turn(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
+
+
+def measure(size, threads, rounds):
+    """{library: [seconds per step of each turn]}, and the losses of the first steps, which must agree."""
+    found = [name for name in LIBRARIES if importlib.util.find_spec(name)]
+    workers = {name: start(name, size, threads) for name in found}
+    losses = {name: json.loads(p.stdout.readline())["losses"] for name, p in workers.items()}
+    times = {name: [] for name in found}
+    for _ in range(rounds):
+        for name, process in workers.items():
+            times[name].append(turn(process))
+    for process in workers.values():
+        process.communicate()
+    return times, losses
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=sorted(SIZES), default="a")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return worker(arguments.worker, arguments.size, arguments.threads)
+    times, losses = measure(arguments.size, arguments.threads, arguments.rounds)
+    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, {arguments.threads} thread(s), "
+          f"size {arguments.size}: {SIZES[arguments.size]}")
+    print(f"{'library':14s}{'median ms':>11s}{'min':>9s}{'max':>9s}   loss of the first three steps")
+    for name, seconds in times.items():
+        ms = [1000 * s for s in seconds]
+        print(f"{name:14s}{statistics.median(ms):11.2f}{min(ms):9.2f}{max(ms):9.2f}   {', '.join(f'{v:.4f}' for v in losses[name])}")
+    if len(times) < 2:
+        print("PyTorch is not installed: no ratio.")
+        return
+    ratios = [a / b for a, b in zip(times["tinygrad_tf"], times["torch"])]
+    print(f"tinygrad_tf ÷ torch: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

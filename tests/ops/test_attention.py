@@ -1,0 +1,254 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+from record_ops_fused import assert_close, names, ours, recorded, replay
+from twins import assert_leaves_memory_alone, assert_twins
+
+from tinygrad_tf import bool as bool_
+from tinygrad_tf import float16, manual_seed, ones, randn, tensor, where, zeros
+from tinygrad_tf.ops.attention import attention_weights, scaled_dot_product_attention
+from tinygrad_tf.ops.dropout import dropout
+from tinygrad_tf.ops.softmax import softmax
+
+pytestmark = pytest.mark.filterwarnings("error")
+RANDOM = np.random.default_rng(0)
+ALLOWED = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], bool)
+B, H, TQ, TK, DH = 2, 4, 3, 4, 2
+
+
+@pytest.mark.parametrize("name", names("attention"))
+def test_pytorchs_numbers(name):
+    assert_close(ours(name), recorded(name), name)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", names("attention"))
+def test_live(name):
+    torch = pytest.importorskip("torch")
+    assert_close(ours(name), replay(name, torch, torch.nn.functional), name)
+
+
+# --- fused = composed, over the product of the options ----------------------------------------------------------------
+
+def composed_weights(q, k, mask=None, is_causal=False, scale=None):
+    """From small operations: every key head is copied for its group, and every blocked score is filled."""
+    if min(q.ndim, k.ndim) > 2 and k.shape[-3] not in (1, q.shape[-3]):
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
+    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = ones(*scores.shape[-2:], dtype=bool_).tril()
+    if mask is None:
+        return softmax(scores, -1)
+    allowed = mask
+    if mask.is_floating_point():
+        scores, allowed = scores + mask, mask.detach() > -math.inf
+    allowed = allowed & ones(*scores.shape, dtype=bool_)
+    dead = ~allowed.any(-1, keepdim=True)
+    return softmax(scores.masked_fill(~allowed, -math.inf).masked_fill(dead, 0.0), -1).masked_fill(~allowed, 0.0)
+
+
+def composed(q, k, v, mask=None, is_causal=False, scale=None, p=0.0):
+    weights = composed_weights(q, k, mask, is_causal, scale)
+    if v.ndim > 2 and v.shape[-3] not in (1, weights.shape[-3]):
+        v = v.repeat_interleave(weights.shape[-3] // v.shape[-3], dim=-3)
+    return dropout(weights, p) @ v
+
+
+MASKS = {"none": None, "causal": "causal", "bool": ALLOWED, "valid tokens": np.array([[1, 1, 0, 1], [0, 0, 0, 0]], bool)[:, None, None],
+         "of heads": RANDOM.random((1, H, TQ, TK)) > 0.5, "float": RANDOM.normal(size=(TQ, TK)),
+         "float of heads": RANDOM.normal(size=(B, H, TQ, TK)), "one number": np.array(0.7),
+         "float with infinities": np.where(ALLOWED, 0.5, -np.inf)}
+
+
+@pytest.mark.parametrize("kv_heads, mask, scale, p", list(itertools.product((4, 2, 1), MASKS, (None, 0.2), (0.0, 0.4))))
+def test_fused_equals_composed(kv_heads, mask, scale, p):
+    arrays = [RANDOM.normal(size=s) for s in ((B, H, TQ, DH), (B, kv_heads, TK, DH), (B, kv_heads, TK, 3))]
+    options = {"scale": scale, "is_causal": mask == "causal"}
+    if isinstance(MASKS[mask], np.ndarray):
+        arrays.append(MASKS[mask])
+
+    def fused(q, k, v, m=None):
+        manual_seed(5)
+        return scaled_dot_product_attention(q, k, v, m, p, enable_gqa=True, **options)
+
+    def twin(q, k, v, m=None):
+        manual_seed(5)
+        return composed(q, k, v, m, p=p, **options)
+    assert_twins(fused, twin, *arrays)
+    if p == 0:
+        assert_twins(lambda q, k, m=None: attention_weights(q, k, m, enable_gqa=True, **options),
+                     lambda q, k, m=None: composed_weights(q, k, m, **options), *arrays[:2], *arrays[3:])
+
+
+@pytest.mark.parametrize("q, k, v", [((3, 2), (4, 2), (4, 5)), ((2, 3, 2), (2, 4, 2), (2, 4, 2)),
+                                     ((2, 2, 2, 3, 2), (2, 4, 2), (2, 1, 1, 4, 2)),
+                                     ((1, 2), (1, 2), (1, 1)), ((3, 2), (3, 4, 2), (4, 2)), ((2, 3, 2), (4, 2), (5, 1, 4, 2))], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_leading_axes_broadcast(q, k, v, is_causal):
+    assert_twins(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=is_causal),
+                 lambda q, k, v: composed(q, k, v, is_causal=is_causal), *(RANDOM.normal(size=s) for s in (q, k, v)))
+
+
+def test_memory():
+    q, k, v = (RANDOM.normal(size=(2, 3, 4)) for _ in range(3))
+    assert_leaves_memory_alone(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+    assert_leaves_memory_alone(scaled_dot_product_attention, q, k, v, RANDOM.normal(size=(3, 3)))
+    assert_leaves_memory_alone(attention_weights, q, k, RANDOM.normal(size=(3, 3)))
+
+
+def test_grouped_heads_are_not_copied():
+    q, k, v = randn(1, 6, 3, 4, requires_grad=True), randn(1, 2, 3, 4), randn(1, 2, 3, 4)
+    node = scaled_dot_product_attention(q, k, v, enable_gqa=True).grad_fn
+    while node.name != "Attention":
+        node = node.inputs[0]
+    assert np.shares_memory(node.saved[1], k.array) and np.shares_memory(node.saved[2], v.array)
+
+
+# --- rows that see nothing, and what must not leak --------------------------------------------------------------------
+
+@pytest.mark.parametrize("mask", [ALLOWED, np.where(ALLOWED, 0, -np.inf).astype(np.float32)], ids=["bool", "float"])
+@pytest.mark.parametrize("junk", [0.0, math.nan, math.inf])
+def test_a_row_that_sees_nothing_is_zero_and_sends_no_gradient(mask, junk):
+    q, k, v = (randn(2, n, 5) for n in (3, 4, 4))
+    q[:, 1] = junk
+    for t in (q, k, v):
+        t.requires_grad_()
+    y = scaled_dot_product_attention(q, k, v, tensor(mask))
+    assert np.isfinite(y.detach().numpy()).all() and (y.detach().numpy()[:, 1] == 0).all()
+    assert (attention_weights(q, k, tensor(mask)).detach().numpy()[:, 1] == 0).all()
+    y.backward(randn(2, 3, 5))
+    assert (q.grad.numpy()[:, 1] == 0).all()
+    assert all(np.isfinite(t.grad.numpy()).all() for t in (q, k, v))
+
+
+def two_texts(dtype):
+    """Positions 0 to 2 and 3 to 5 are two packed texts that must not see each other; causal inside each."""
+    text = np.arange(6) // 3
+    allowed = (text[:, None] == text) & np.tri(6, dtype=bool)
+    return allowed if dtype is bool else np.where(allowed, 0, -np.inf).astype(dtype)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("poisoned", ["q", "k", "v", "dout", "qkv"])
+@pytest.mark.parametrize("dtype", [bool, np.float32])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_nothing_leaks_through_a_mask(junk, poisoned, dtype, dropout_p):
+    """What stands in the second text changes no bit of the first: value, gradients of q, k and v."""
+    clean = {name: RANDOM.normal(size=(2, 6, 4)).astype(np.float32) for name in ("q", "k", "v", "dout")}
+    dirty = {name: a.copy() for name, a in clean.items()}
+    for name in ("q", "k", "v") if poisoned == "qkv" else (poisoned,):
+        dirty[name][:, 4] = junk
+    results = []
+    for arrays in (clean, dirty):
+        q, k, v = (tensor(arrays[n], requires_grad=True) for n in "qkv")
+        manual_seed(1)
+        y = scaled_dot_product_attention(q, k, v, tensor(two_texts(dtype)), dropout_p)
+        y.backward(tensor(arrays["dout"]))
+        p = attention_weights(q, k, tensor(two_texts(dtype)))
+        dp = np.concatenate([arrays["dout"], arrays["v"]], -1)[..., :6].swapaxes(1, 2)
+        q2, k2 = (tensor(arrays[n], requires_grad=True) for n in "qk")
+        attention_weights(q2, k2, tensor(two_texts(dtype))).backward(tensor(dp))
+        results.append([t.detach().numpy()[:, :3] for t in (y, q.grad, k.grad, v.grad, p, q2.grad, k2.grad)])
+    for name, wanted, found in zip(("out", "dq", "dk", "dv", "p", "dq of p", "dk of p"), *results):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_what_a_row_sees_is_not_hidden(junk):
+    """NaN and inf that a query may see reach it, as without a mask."""
+    q, k, v = (RANDOM.normal(size=(4, 3)).astype(np.float32) for _ in range(3))
+    v[2, 1] = junk
+    y = scaled_dot_product_attention(tensor(q), tensor(k), tensor(v), is_causal=True).numpy()
+    np.testing.assert_array_equal(np.isfinite(y), np.array([[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 0, 1]], bool))
+    assert not np.isfinite(scaled_dot_product_attention(tensor(q), tensor(k), tensor(v)).numpy()[:, 1]).any()
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+def test_causal_is_aligned_top_left():
+    weights = attention_weights(zeros(2, 4), zeros(3, 4), is_causal=True)
+    np.testing.assert_array_equal(weights.numpy(), np.array([[1, 0, 0], [0.5, 0.5, 0]], np.float32))
+
+
+def test_weights_times_values_is_attention():
+    q, k, v = randn(2, 3, 4), randn(2, 5, 4), randn(2, 5, 4)
+    p = attention_weights(q, k)
+    np.testing.assert_allclose(p.sum(-1).numpy(), 1, rtol=1e-6)
+    np.testing.assert_allclose((p @ v).numpy(), scaled_dot_product_attention(q, k, v).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_query_head_h_reads_key_head_h_over_group():
+    q, k, v = randn(1, 4, 1, 2), zeros(1, 2, 1, 2), tensor([[[[1.0]], [[2.0]]]])
+    assert scaled_dot_product_attention(q, k, v, enable_gqa=True).reshape(-1).tolist() == [1, 1, 2, 2]
+
+
+def test_gradient_goes_only_where_it_is_wanted():
+    for wanted in itertools.product((False, True), repeat=3):
+        q, k, v = (randn(2, 3, 4, requires_grad=w) for w in wanted)
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert y.requires_grad == any(wanted)
+        if y.requires_grad:
+            y.sum().backward()
+        assert [t.grad is not None for t in (q, k, v)] == list(wanted)
+
+
+def test_dropout_of_everything_and_outside_of_probability():
+    q = randn(2, 3, 4)
+    assert scaled_dot_product_attention(q, q, q, dropout_p=1.0).abs().max().item() == 0
+    for p in (-0.5, 1.5):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            scaled_dot_product_attention(q, q, q, dropout_p=p)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_no_elements(shape):
+    q = zeros(*shape).requires_grad_()
+    for options in ({}, {"is_causal": True}):
+        y = scaled_dot_product_attention(q, q, q, **options)
+        y.sum().backward()
+        assert y.shape == q.grad.shape == shape
+
+
+def test_half_precision_is_computed_in_float32():
+    q, k = (randn(1, 8, 64) * 40).to(float16), (randn(1, 8, 64) * 40).to(float16)     # q · k is beyond float16
+    v = randn(1, 8, 4).to(float16)
+    y = scaled_dot_product_attention(q, k, v, scale=1.0)
+    wanted = scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=1.0)
+    assert y.dtype == float16
+    np.testing.assert_allclose(y.float().numpy(), wanted.numpy(), atol=2e-3)
+
+
+def test_float32_stays_float32():
+    q = randn(2, 3, 4, requires_grad=True)
+    y = where(scaled_dot_product_attention(q, q, q, zeros(3, 3).double()) > 0, q, q)
+    y.sum().backward()
+    assert y.dtype == q.grad.dtype == q.dtype
+    node = scaled_dot_product_attention(q, q, q, is_causal=True).grad_fn
+    assert {a.dtype for a in node.saved if a is not None} == {np.dtype(np.float32)}
+
+
+Q = (2, 4, 3, 8)
+
+
+@pytest.mark.parametrize("text, call", [
+    (r"drop is_causal and combine", lambda q, s: s(q, q, q, ones(3, 3, dtype=bool_), is_causal=True)),
+    (r"at least 2 axes.*\(8,\)", lambda q, s: s(q[0, 0, 0], q, q)),
+    (r"at least 2 axes", lambda q, s: s(q, q[0, 0, 0], q)),
+    (r"axis −2, Tk", lambda q, s: s(q, q, q[0, 0, 0])),
+    (r"\(2, 4, 3, 8\).*\(2, 4, 3, 5\).*Dh", lambda q, s: s(q, randn(2, 4, 3, 5), q)),
+    (r"\(2, 4, 3, 8\).*\(2, 4, 5, 8\).*Tk", lambda q, s: s(q, q, randn(2, 4, 5, 8))),
+    (r"float32.*float64", lambda q, s: s(q, q.double(), q)),
+    (r"float32.*float64", lambda q, s: s(q, q, q.double())),
+    (r"int64", lambda q, s: s(q.long(), q.long(), q.long())),
+    (r"enable_gqa=True", lambda q, s: s(q, q[:, :2], q[:, :2])),
+    (r"enable_gqa=True", lambda q, s: s(q, q, q[:, :2])),
+    (r"divides.*\(2, 3, 3, 8\).*\(2, 2, 3, 8\)", lambda q, s: s(q[:, :3], q[:, :2], q[:, :2], enable_gqa=True)),
+    (r"one number of heads", lambda q, s: s(q, q[:, :2], q[:, :1], enable_gqa=True)),
+    (r"attn_mask \(2, 3\).*\(2, 4, 3, 3\).*\[:, None, None, :\]", lambda q, s: s(q, q, q, ones(2, 3, dtype=bool_))),
+    (r"attn_mask \(5, 3\)", lambda q, s: s(q[:, :, :1], q, q, ones(5, 3, dtype=bool_))),
+    (r"bool.*float.*int64.*bool\(\)", lambda q, s: s(q, q, q, ones(3, 3).long()))])
+def test_wrong_calls(text, call):
+    with pytest.raises(RuntimeError, match=f"(?s){text}"):
+        call(randn(*Q), scaled_dot_product_attention)

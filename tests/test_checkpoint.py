@@ -1,0 +1,231 @@
+"""Checkpoints: nothing is lost when writing fails, nothing damaged is ever loaded, and one sentence says why."""
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import runs
+from safetensors.numpy import save_file
+
+from tinygrad_tf.training import CheckpointError, Trainer, load_checkpoint, save_checkpoint
+from tinygrad_tf.training import checkpoint as module
+from tinygrad_tf.training.trainer import load_model
+
+ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "step": np.array(3.0, np.float32), "state": np.arange(9, dtype=np.uint8),
+          "table": np.array([[1.0, np.nan]]), "empty": np.zeros((0, 5), np.float64), "turned": np.arange(6).reshape(2, 3).T}
+STATE = {"step": 7, "text": "é\n\ud800", "big": 2**127, "third": 1 / 3, "nothing": None}
+
+
+def refused(path, *parts):
+    """Loading raises CheckpointError with one line that says these things."""
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.fixture
+def path(tmp_path):
+    save_checkpoint(tmp_path / "c.safetensors", ARRAYS, STATE)
+    return tmp_path / "c.safetensors"
+
+
+def test_what_is_saved_is_loaded_to_the_last_bit(path):
+    tensors, state = load_checkpoint(path)
+    assert {name: state[name] for name in STATE} == STATE
+    assert tensors.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert (tensors[name].dtype, tensors[name].shape) == (array.dtype, array.shape)
+        assert tensors[name].tobytes() == array.tobytes(), name
+
+
+def test_one_content_is_one_file(path, tmp_path):
+    save_checkpoint(tmp_path / "again", ARRAYS, STATE)
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("where", ["replace", "fsync", "open"])
+def test_a_failure_while_writing_leaves_the_old_file(path, monkeypatch, where):
+    old = path.read_bytes()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    if where == "open":
+        monkeypatch.setattr(module, "open", full, raising=False)
+    else:
+        monkeypatch.setattr(os, where, full)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        save_checkpoint(path, {"w": np.zeros(5)}, {})
+    assert path.read_bytes() == old
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_an_interruption_while_writing_leaves_the_old_file(path, monkeypatch):
+    old = path.read_bytes()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, {"w": np.zeros(5)}, {})
+    assert path.read_bytes() == old
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no limits on the size of files")
+def test_a_file_size_limit_leaves_the_old_file(path):
+    """As a full disk does: the write itself fails half way."""
+    old = path.read_bytes()
+    script = ("import resource, sys, numpy as np; from tinygrad_tf.training import save_checkpoint\n"
+              "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+              "try: save_checkpoint(sys.argv[1], {'w': np.zeros(10_000)}, {})\n"
+              "except OSError as error: sys.exit(error.strerror)")
+    result = subprocess.run([sys.executable, "-c", script, str(path)], env=runs.environment(), capture_output=True, timeout=60)
+    assert (result.returncode, result.stderr.decode().strip()) == (1, os.strerror(errno.EFBIG))
+    assert path.read_bytes() == old
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_half_a_file_of_a_killed_process_is_cleared_away(tmp_path):
+    trainer = runs.trainer(tmp_path, steps=2)
+    trainer.folder.mkdir()
+    (trainer.folder / ".checkpoint.safetensors.1234.tmp").write_bytes(b"half")
+    (trainer.folder / "notes.tmp").write_text("mine")
+    trainer.run()
+    assert sorted(os.listdir(trainer.folder)) == ["checkpoint.safetensors", "metrics.csv", "notes.tmp"]
+
+
+# --- reading what is damaged or foreign -----------------------------------------------------------------------------------
+
+def test_missing(tmp_path):
+    refused(tmp_path / "none", "no checkpoint at")
+    refused(tmp_path, "no checkpoint at")
+
+
+def test_every_truncation_is_refused(path):
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 37), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        refused(path)
+    path.write_bytes(whole + b"\0")
+    refused(path)
+
+
+def test_every_flipped_bit_is_refused(path):
+    """In the header and in the payload: the format, a name, a shape, a number of the state, one bit of one weight."""
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        try:
+            tensors, state = load_checkpoint(path)
+        except CheckpointError:
+            continue
+        assert whole[position:position + 1].isspace() or bytes(damaged[position:position + 1]).isspace()     # JSON between tokens
+        assert {name: state[name] for name in STATE} == STATE
+        assert all(tensors[name].tobytes() == array.tobytes() for name, array in ARRAYS.items())
+
+
+def test_garbage_is_refused(path):
+    for content in b"", b"\0" * 8, b"\0" * 200, b"\xff" * 200, b"hello " * 50, (2**40).to_bytes(8, "little") + b"{}":
+        path.write_bytes(content)
+        refused(path, "damaged")
+
+
+def test_a_foreign_file_is_refused(path):
+    for metadata in None, {"format": "pt"}, {"tinygrad_tf": "null"}, {"tinygrad_tf": "[1]"}, {"tinygrad_tf": "{"}, {"tinygrad_tf": "{}"}:
+        save_file({"w": np.zeros(3)}, path, metadata=metadata)
+        refused(path, "no checkpoint of tinygrad_tf")
+
+
+def test_another_format_is_refused(path):
+    save_file({"w": np.zeros(3)}, path, metadata={"tinygrad_tf": json.dumps({"format": 2})})
+    refused(path, "format 2", "reads format 1")
+
+
+def test_a_checkpoint_without_its_digest_is_refused(path):
+    save_file({"w": np.zeros(3)}, path, metadata={"tinygrad_tf": json.dumps({"format": 1})})
+    refused(path, "SHA-256")
+
+
+# --- checkpoints that are whole, but not what a run needs -------------------------------------------------------------------
+
+@pytest.fixture
+def run(tmp_path):
+    trainer = runs.trainer(tmp_path, steps=2)
+    trainer.run()
+    return trainer.folder
+
+
+def rewrite(folder, change):
+    """The checkpoint with changed content, whole in itself."""
+    tensors, state = load_checkpoint(folder / "checkpoint.safetensors")
+    change(tensors, state)
+    save_checkpoint(folder / "checkpoint.safetensors", tensors, state)
+
+
+def change_config(**values):
+    return lambda tensors, state: state["config"].update(values)
+
+
+CHANGES = {
+    "no weight": lambda tensors, state: tensors.pop("model.blocks.0.norm1.weight"),
+    "no embedding": lambda tensors, state: tensors.pop("model.embedding.token.weight"),
+    "a weight too many": lambda tensors, state: tensors.update({"model.extra": np.zeros(3)}),
+    "another shape": lambda tensors, state: tensors.update({"model.final_norm.weight": np.zeros(3, np.float32)}),
+    "another model": change_config(layers=2),
+    "a bad setting": change_config(heads=3),
+    "an unknown setting": change_config(depth=3),
+    "no setting": lambda tensors, state: state["config"].pop("dim"),
+    "no configuration": lambda tensors, state: state.pop("config"),
+    "no tokenizer": lambda tensors, state: state.pop("tokenizer"),
+    "a tokenizer of another kind": lambda tensors, state: state["tokenizer"].update(type="bpe"),
+}
+CHANGES_OF_THE_REST = {
+    "no moment": lambda tensors, state: tensors.pop("optimizer.0.exp_avg"),
+    "a moment of another shape": lambda tensors, state: tensors.update({"optimizer.0.exp_avg": np.zeros(3, np.float32)}),
+    "no optimizer": lambda tensors, state: state.pop("optimizer"),
+    "no groups": lambda tensors, state: state["optimizer"].pop("param_groups"),
+    "no scheduler": lambda tensors, state: state.pop("scheduler"),
+    "no sampler": lambda tensors, state: state.pop("sampler"),
+    "a sampler of another text": lambda tensors, state: state["sampler"].update(tokens=3),
+    "no random state": lambda tensors, state: tensors.pop("rng"),
+    "half a random state": lambda tensors, state: tensors.update(rng=tensors["rng"][:100]),
+    "no metrics": lambda tensors, state: tensors.pop("metrics"),
+    "metrics of other columns": lambda tensors, state: tensors.update(metrics=np.zeros((2, 4))),
+    "no step": lambda tensors, state: state.pop("step"),
+    "no text": lambda tensors, state: state.pop("text"),
+    "no sources": lambda tensors, state: state.pop("sources"),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES.values(), *CHANGES_OF_THE_REST.values()], ids=[*CHANGES, *CHANGES_OF_THE_REST])
+def test_a_run_that_lacks_something_is_not_resumed(run, change):
+    rewrite(run, change)
+    with pytest.raises(CheckpointError, match="does not fit this version") as caught:
+        trainer = Trainer.resume(run)
+        trainer.train_step()                            # what is only needed now has no excuse
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_model_that_lacks_something_is_not_loaded(run, change):
+    rewrite(run, change)
+    with pytest.raises(CheckpointError, match="does not fit this version") as caught:
+        load_model(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_a_model_needs_no_text(run):
+    (run.parent / "text.txt").unlink()
+    model, tokenizer, state = load_model(run)
+    assert not model.training and model.max_seq_len == state["config"]["context"]
+    assert tokenizer.vocab_size == model.vocab_size
+    assert model.lm_head.weight is model.embedding.token.weight

@@ -1,0 +1,54 @@
+"""Every example runs as a script, in a process and a folder of its own, and says what it should.
+
+The examples assert their claims themselves: exit status 0 is the test, and the lines show that they got to the end.
+"""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
+
+LINES = {
+    "01_hello_attention": ["The sentence: I love AI", "X = E[ids]   [B, T, C] = [1, 3, 4]",
+                           "weights = softmax(masked)   [B, T, T] = [1, 3, 3]",
+                           "By hand = scaled_dot_product_attention = MultiHeadAttention"],
+    "02_softmax_by_hand": ["e^… = [1.000, 0.368, 0.135]", "Σ = 1.503", "p = [0.665, 0.245, 0.090]", "softmax: right",
+                           "broken: gradcheck of broken"],
+    "03_overfit_one_batch": ["  50   1.117   1.117", "100% of the 32 tokens", "loss.png"],
+    "04_train_and_generate": ["n-gram baselines", "validation loss", "cached = uncached, token for token", "A sample"],
+}
+WRITING = [path for path in EXAMPLES if '"--out"' in path.read_text(encoding="utf-8")]
+
+
+def run(example, folder, *arguments):
+    """stdout of a script; its stderr is the message where it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "error::RuntimeWarning"}
+    done = subprocess.run([sys.executable, str(example), *arguments], cwd=folder, env=environment, capture_output=True, text=True,
+                          encoding="utf-8", timeout=300)
+    assert done.returncode == 0, f"{example.name} ended with status {done.returncode}:\n{done.stderr[-3000:]}"
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_it_ends_well_and_says_what_it_should(example, tmp_path):
+    printed = run(example, tmp_path, "--quick")
+    assert [line for line in LINES[example.stem] if line not in printed] == []
+
+
+@pytest.mark.parametrize("example", WRITING, ids=lambda path: path.stem)
+def test_files_go_where_out_says_and_nowhere_else(example, tmp_path):
+    (tmp_path / "here").mkdir()
+    run(example, tmp_path / "here", "--quick", "--out", str(tmp_path / "there"))
+    assert list((tmp_path / "here").iterdir()) == []
+    written = {path.suffix: path.read_bytes() for path in (tmp_path / "there").iterdir()}
+    assert written and written.get(".png", b"\x89PNG").startswith(b"\x89PNG") and written.get(".txt", b"The ").startswith(b"The ")
+
+
+def test_every_example_is_in_the_table_and_numbered_in_reading_order():
+    assert [path.stem for path in EXAMPLES] == sorted(LINES)
+    assert [int(path.stem[:2]) for path in EXAMPLES] == list(range(1, len(EXAMPLES) + 1))

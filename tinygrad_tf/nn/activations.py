@@ -1,0 +1,80 @@
+"""Activations as layers."""
+from . import functional as F
+from .module import Module
+
+
+class ReLU(Module):
+    """y = max(x, 0)"""
+
+    def forward(self, x):
+        return F.relu(x)
+
+
+class LeakyReLU(Module):
+    """y = x where x > 0, else negative_slope · x"""
+
+    def __init__(self, negative_slope=0.01):
+        super().__init__()
+        self.negative_slope = negative_slope
+
+    def forward(self, x):
+        return F.leaky_relu(x, self.negative_slope)
+
+    def extra_repr(self):
+        return f"negative_slope={self.negative_slope}"
+
+
+class GELU(Module):
+    """y = x · Φ(x), exact or by its tanh approximation.   (guide 9.2)"""
+
+    def __init__(self, approximate="none"):
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x):
+        return F.gelu(x, self.approximate)
+
+    def extra_repr(self):
+        return f"approximate={self.approximate!r}"
+
+
+class SiLU(Module):
+    """y = x · σ(x)   (guide 10.3)"""
+
+    def forward(self, x):
+        return F.silu(x)
+
+
+class Tanh(Module):
+    """y = tanh x"""
+
+    def forward(self, x):
+        return F.tanh(x)
+
+
+class Sigmoid(Module):
+    """y = 1 / (1 + e⁻ˣ)"""
+
+    def forward(self, x):
+        return F.sigmoid(x)
+
+
+class Softmax(Module):
+    """y_i = e^(x_i) / Σ_j e^(x_j) along one axis   (guide 4.2)"""
+
+    def __init__(self, dim=None):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        return F.softmax(x, self.dim)
+
+    def extra_repr(self):
+        return f"dim={self.dim}"
+
+
+class LogSoftmax(Softmax):
+    """y_i = x_i − ln Σ_j e^(x_j) along one axis"""
+
+    def forward(self, x):
+        return F.log_softmax(x, self.dim)
