@@ -4,11 +4,11 @@
 (CuPy) live side by side in one process. CuPy is imported on the first request for a "cuda" device and not before.
 """
 import ctypes
+import math
 import os
 import sys
 
 import numpy as np
-
 
 quiet = np.errstate(all="ignore")               # @quiet on a forward or backward: inf and NaN are results, as in PyTorch, no warnings
 
@@ -21,6 +21,8 @@ class device:
     def __init__(self, name, index=None):
         if isinstance(name, device):
             name, index = name.type, name.index
+        if not isinstance(name, str):
+            raise TypeError(f"device: expected a name such as 'cpu' or 'cuda:1', got {name!r}")
         kind, _, number = str(name).partition(":")
         if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
             raise RuntimeError(f"device {name!r} is unknown; the devices are 'cpu', 'cuda' and 'cuda:N'")
@@ -46,7 +48,12 @@ _default_device = None
 
 def get_default_device():
     """What `set_default_device` said, else the environment variable TINYGRAD_TF_DEVICE, else the CPU."""
-    return _default_device or device(os.environ.get("TINYGRAD_TF_DEVICE") or "cpu")
+    if _default_device is not None:
+        return _default_device
+    try:
+        return device(os.environ.get("TINYGRAD_TF_DEVICE") or "cpu")
+    except RuntimeError as error:
+        raise RuntimeError(f"environment variable TINYGRAD_TF_DEVICE: {error}") from None
 
 
 def set_default_device(name):
@@ -86,10 +93,14 @@ def module_of(dev):
     return np if dev.type == "cpu" else require_cupy()
 
 
+def same_place(here, wanted):
+    """True when what is on device `here` needs no move to the device `wanted`; the CPU is one place, whatever its number."""
+    return here.type == wanted.type and (here.type == "cpu" or wanted.index in (None, here.index))
+
+
 def to_device(array, dev):
     """The array on a device: the same one when it is there already, else a copy."""
-    here = device_of(array)
-    if dev.type == here.type and dev.index in (None, here.index):
+    if same_place(device_of(array), dev):
         return array
     if dev.type == "cpu":
         return array.get()
@@ -121,10 +132,15 @@ def at_least_float32(x):
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
 
 
+def as_rows(x):
+    """[..., C] → [n, C], also where there is no element, of which −1 could not tell n."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def sum_rows(x):
     """Sum over all axes but the last, [..., C] → [C]. As a product with ones: BLAS is 4 to 5 times faster than `sum(0)`."""
     xp = array_module(x)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     if x.dtype.char not in "fd":                # BLAS knows float32 and float64 alone
         return rows.sum(axis=0)
     return xp.ones(rows.shape[0], dtype=x.dtype) @ rows

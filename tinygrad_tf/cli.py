@@ -24,6 +24,7 @@ from .training.trainer import CHECKPOINT, encode_split, load_model
 PROGRAM = "python -m tinygrad_tf" if Path(sys.argv[0]).name == "__main__.py" else "tinygrad-tf"
 RUNS = Path("runs")
 INTERRUPTED, READER_LEFT = 130, 141             # what a shell reports for SIGINT and for SIGPIPE: 128 + the signal's number
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SETTINGS = [field.name for field in dataclasses.fields(TrainConfig)]
 
 
@@ -49,8 +50,24 @@ def main(argv=None):
 
 def run(argv):
     arguments = build_parser().parse_args(argv)
+    if argv is None:
+        use_threads(arguments.threads)
     check_installation()
     return arguments.command(arguments) or 0
+
+
+def use_threads(wanted):
+    """BLAS reads its number of threads when NumPy is loaded: for another number this process starts itself anew, once.
+
+    One thread unless the flag or the environment says otherwise: BLAS threads wait by spinning, and beside other busy
+    processes two of them can be ten times slower than one.
+    """
+    if wanted is not None and wanted < 1:
+        raise UserError(f"--threads must be at least 1, got {wanted}")
+    wanted = str(wanted or os.environ.get(THREADS[0]) or os.environ.get(THREADS[1]) or 1)
+    if os.name == "posix" and os.environ.get(THREADS[0]) != wanted:
+        os.environ.update(dict.fromkeys(THREADS, wanted))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def prepare_streams():
@@ -119,6 +136,9 @@ def build_parser():
     _add_train(commands)
     _add_generate(commands)
     _add_evaluate(commands)
+    for p in commands.choices.values():
+        p.add_argument("--threads", type=int, metavar="N", help="threads of the matrix products (default: OPENBLAS_NUM_THREADS, else 1; "
+                                                                "more are faster on an idle machine and slower on a busy one)")
     return parser
 
 
@@ -141,7 +161,7 @@ def _add_run(p):
 def _add_generate(commands):
     p = commands.add_parser("generate", help="let a trained model continue a prompt")
     _add_run(p)
-    p.add_argument("--prompt", default="\n", help="the text to continue (default: a line break)")
+    p.add_argument("--prompt", help="the text to continue (default: a new line)")
     p.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
     p.add_argument("--temperature", type=float, default=0.8, help="0 is greedy; 1 is the model's own distribution (default: 0.8)")
     p.add_argument("--top-k", type=int, default=None, metavar="K", help="draw among the K likeliest only")
@@ -268,7 +288,8 @@ def finish(trainer):
     ngrams = trainer.baselines()
     trainer.metrics.draw(ngrams)
     print_comparison(trainer.metrics.column("validation_loss")[1][-1], ngrams)
-    sample = "".join(stream_text(trainer.model, trainer.tokenizer, "\n", 400, 0.8, None, trainer.config.seed))
+    prompt = default_prompt(trainer.tokenizer)
+    sample = "".join(stream_text(trainer.model, trainer.tokenizer, prompt, 400, 0.8, None, trainer.config.seed))
     write_atomically(trainer.folder / "sample.txt", sample)
     print(f"\nA sample (temperature 0.8):\n{sample}\n")
     print(f"Written to {trainer.folder}/: {CHECKPOINT}, metrics.csv, loss.png, sample.txt")
@@ -283,6 +304,11 @@ def print_comparison(loss, ngrams):
     print(f"MiniGPT beats: {', '.join(beaten)}." if beaten else "MiniGPT is not yet better than letter frequencies: train longer.")
 
 
+def default_prompt(tokenizer):
+    """A line break, or, where the text had none, its first character in the alphabet."""
+    return "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
+
+
 def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed):
     """The continuation of a prompt, character by character. ValueError, before the first, for what cannot be done."""
     ids = tensor(tokenizer.encode(prompt, errors="strict")[None])
@@ -293,14 +319,14 @@ def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, se
 # --- generate and evaluate --------------------------------------------------------------------------------------------
 
 def generate(arguments):
-    if not arguments.prompt:
-        raise UserError("--prompt is empty; give at least one character")
+    if arguments.prompt == "":
+        raise UserError("--prompt is empty; give at least one character, or leave it out")
     model, tokenizer, _ = load_model(arguments.run or newest_run())
-    if unknown := [character for character in arguments.prompt if character not in tokenizer.characters]:
+    prompt = arguments.prompt or default_prompt(tokenizer)
+    if unknown := [character for character in prompt if character not in tokenizer.characters]:
         raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
-    pieces = stream_text(model, tokenizer, arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.top_k,
-                         arguments.seed)
-    print(arguments.prompt.lstrip("\n"), end="", flush=True)
+    pieces = stream_text(model, tokenizer, prompt, arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)
+    print(prompt.lstrip("\n"), end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print(flush=True)

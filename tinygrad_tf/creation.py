@@ -1,47 +1,48 @@
 """Making tensors: from values, filled, counted, or random with PyTorch's CPU streams; and what compares or draws from them."""
 import math
+from numbers import Integral
 
 import numpy as np
 
 from . import dtypes, random
 from .autograd import array_of, constant
-from .backend import array_module, device as make_device, get_default_device, to_device
+from .backend import array_module, get_default_device, quiet, to_device
+from .backend import device as make_device
 from .dtypes import numpy_dtype
+from .ops.arithmetic import broadcast
 from .ops.index import sort_pair, topk_pair
 from .ops.shape import as_shape
 from .size import namedtuple_of
 from .tensor import Tensor
 
 
+@quiet
 def as_array(data, dtype=None):
     """A NumPy (or CuPy) array from a tensor, an array, a number, or nested lists of these; floats in the default float type."""
-    if isinstance(data, Tensor):
-        array = data.array
-    elif isinstance(data, np.ndarray) or type(data).__module__.startswith("cupy"):
-        array = data
-    else:
-        array = _from_list(data, dtype)
-    if array.dtype.kind not in "fiub":
-        raise TypeError(f"tensor: can't convert values of type {array.dtype} to a tensor; numbers and booleans are supported")
-    wanted = numpy_dtype(dtype) or (array.dtype if array.dtype.newbyteorder("=") in dtypes._OURS else None)
-    if wanted is None:
-        raise TypeError(f"tensor: dtype {array.dtype} is not supported; convert it first, e.g. array.astype('int64')")
-    if wanted.kind in "iu" and array.dtype.kind == "f" and not isinstance(data, (Tensor, np.ndarray)) and not np.isfinite(array).all():
-        raise RuntimeError(f"tensor: NaN or infinity cannot be converted to {dtypes.as_dtype(wanted)}")
+    from_python = not isinstance(data, (Tensor, np.ndarray)) and not type(data).__module__.startswith("cupy")
+    array = _from_list(data) if from_python else array_of(data)
+    if array.dtype.newbyteorder("=") not in dtypes._OURS:
+        raise TypeError(f"tensor: values of type {array.dtype} are not supported; convert them first, e.g. array.astype('int64')")
+    wanted = numpy_dtype(dtype) or array.dtype
+    if from_python and not dtypes.fits(array, wanted):
+        raise RuntimeError(f"tensor: values from {array.min()} to {array.max()} cannot be converted to {dtypes.as_dtype(wanted)} "
+                           f"without overflow")
+    if from_python and dtype is None and array.dtype == np.float64 and np.float64 not in (v.dtype for v in _numpy_leaves(data)):
+        wanted = _float()
     return array.astype(wanted, copy=False)
 
 
-def _from_list(data, dtype):
+def _from_list(data):
     try:
         array = np.asarray(_plain(data))
     except ValueError:
         raise ValueError("tensor: nested lists must form a rectangle; some rows have another length than their neighbours") from None
-    except OverflowError:
-        raise RuntimeError("tensor: an integer is too large for int64") from None
+    if array.dtype.kind in "uO" and all(isinstance(v, Integral) for v in array.flat) and not dtypes.fits(array, np.dtype(np.int64)):
+        raise ValueError(f"tensor: whole numbers from {array.min()} to {array.max()} do not fit into int64")
     if array.dtype.kind == "O":
-        raise TypeError(f"tensor: could not read {type(data).__name__} as numbers")
-    from_python_floats = array.dtype == np.float64 and not _holds_float64(data)
-    return array.astype(dtypes.get_default_dtype().numpy) if from_python_floats and dtype is None else array
+        raise RuntimeError(f"tensor: could not infer a dtype for a {type(data).__name__}; numbers, booleans and lists of them are "
+                           f"supported")
+    return array
 
 
 def _plain(data):
@@ -51,11 +52,11 @@ def _plain(data):
     return [_plain(v) for v in data] if isinstance(data, (list, tuple)) else data
 
 
-def _holds_float64(data):
-    """True where the float64 comes from NumPy or a tensor and not from a Python float."""
-    while isinstance(data, (list, tuple)) and data:
-        data = data[0]
-    return isinstance(data, (np.ndarray, np.generic, Tensor))
+def _numpy_leaves(data):
+    """What of nested lists brings a NumPy dtype of its own."""
+    if isinstance(data, (list, tuple)):
+        return (leaf for v in data for leaf in _numpy_leaves(v))
+    return (array_of(data),) if isinstance(data, (np.generic, np.ndarray, Tensor)) else ()
 
 
 def _finish(array, dtype=None, device=None, requires_grad=False):
@@ -86,64 +87,76 @@ def from_numpy(array):
     return constant(as_array(array))
 
 
-def _sizes(op, size):
-    shape = as_shape(op, size)
+def _sizes(op, sizes, size=None):
+    """The shape given as ints, as one tuple, or as the keyword `size`."""
+    shape = as_shape(op, sizes if size is None else (size,))
     if any(n < 0 for n in shape):
         raise RuntimeError(f"{op}: sizes must be ≥ 0, got {shape}")
     return shape
 
 
-def zeros(*size, dtype=None, device=None, requires_grad=False):
-    return _finish(np.zeros(_sizes("zeros", size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
+def zeros(*sizes, size=None, dtype=None, device=None, requires_grad=False):
+    return _finish(np.zeros(_sizes("zeros", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
-def ones(*size, dtype=None, device=None, requires_grad=False):
-    return _finish(np.ones(_sizes("ones", size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
+def ones(*sizes, size=None, dtype=None, device=None, requires_grad=False):
+    return _finish(np.ones(_sizes("ones", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
-def empty(*size, dtype=None, device=None, requires_grad=False):
+def empty(*sizes, size=None, dtype=None, device=None, requires_grad=False):
     """Zeros: memory with whatever it held is nothing a reader wants to meet."""
-    return zeros(*size, dtype=dtype, device=device, requires_grad=requires_grad)
+    return zeros(*sizes, size=size, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def full(size, fill_value, *, dtype=None, device=None, requires_grad=False):
+    if isinstance(size, int):
+        raise TypeError(f"full: size must be a tuple of ints, got the int {size}; write ({size},)")
     value = array_of(fill_value)
     value = value.item() if hasattr(value, "item") else value
-    shape = _sizes("full", (size,) if not isinstance(size, int) else ((size,),))
-    return _finish(np.full(shape, value, numpy_dtype(dtype) or dtypes.scalar_dtype(value)), None, device, requires_grad)
+    wanted = numpy_dtype(dtype) or dtypes.scalar_dtype(value)
+    if not dtypes.fits(value, wanted):
+        raise RuntimeError(f"full: {value} cannot be converted to {dtypes.as_dtype(wanted)} without overflow")
+    return _finish(np.full(_sizes("full", (size,)), value).astype(wanted), None, device, requires_grad)
 
 
 def _float():
     return dtypes.get_default_dtype().numpy
 
 
-def zeros_like(input, *, dtype=None, device=None, requires_grad=False): return full_like(input, 0, dtype=dtype, device=device, requires_grad=requires_grad)
-def ones_like(input, *, dtype=None, device=None, requires_grad=False): return full_like(input, 1, dtype=dtype, device=device, requires_grad=requires_grad)
-def empty_like(input, *, dtype=None, device=None, requires_grad=False): return full_like(input, 0, dtype=dtype, device=device, requires_grad=requires_grad)
-
-
 def full_like(input, fill_value, *, dtype=None, device=None, requires_grad=False):
-    return full(tuple(input.array.shape), fill_value, dtype=dtype or input.dtype, device=device or input.device, requires_grad=requires_grad)
+    if not isinstance(input, Tensor):
+        raise TypeError(f"full_like, zeros_like, …: expected a Tensor whose shape to take, got {type(input).__name__}")
+    return full(input.array.shape, fill_value, dtype=dtype or input.dtype, device=device or input.device, requires_grad=requires_grad)
 
 
-def arange(start, end=None, step=1, *, dtype=None, device=None, requires_grad=False):
+def zeros_like(input, **options): return full_like(input, 0, **options)
+def ones_like(input, **options): return full_like(input, 1, **options)
+def empty_like(input, **options): return full_like(input, 0, **options)
+
+
+def arange(start=0, end=None, step=1, *, dtype=None, device=None, requires_grad=False):
     """start, start + step, … below end; int64 when all three are ints, else the default float."""
     start, end = (0, start) if end is None else (start, end)
-    start, end, step = (array_of(v).item() if isinstance(v, (Tensor, np.generic)) else v for v in (start, end, step))
-    if step == 0 or (end - start) * step < 0:
+    start, end, step = (v.item() if hasattr(v, "item") else v for v in (start, end, step))
+    if dtype is not None and not dtypes.as_dtype(dtype).is_floating_point:
+        start, end, step = int(start), int(end), int(step)
+    if step == 0 or not (end - start) * step >= 0 or not math.isfinite(end - start):
         raise RuntimeError(f"arange: the step must lead from start to end, got arange({start}, {end}, {step})")
-    kind = np.int64 if all(isinstance(v, int) for v in (start, end, step)) else _float()
-    count = math.ceil((end - start) / step)
-    numbers = start + step * np.arange(count) if kind is np.int64 else start + step * np.arange(count, dtype=np.float64)
-    return _finish(numbers.astype(numpy_dtype(dtype) or kind), None, device, requires_grad)
+    kind = np.int64 if all(isinstance(v, int) for v in (start, end, step)) else np.float64
+    numbers = start + step * np.arange(math.ceil((end - start) / step), dtype=kind)
+    return _finish(numbers.astype(numpy_dtype(dtype) or (kind if kind is np.int64 else _float())), None, device, requires_grad)
 
 
 def linspace(start, end, steps, *, dtype=None, device=None, requires_grad=False):
+    """`steps` numbers from start to end, both included."""
+    steps, = _sizes("linspace", (steps,))
+    start, end = (v.item() if hasattr(v, "item") else v for v in (start, end))
     return _finish(np.linspace(start, end, steps, dtype=np.float64).astype(numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
 def eye(n, m=None, *, dtype=None, device=None, requires_grad=False):
-    return _finish(np.eye(n, m, dtype=numpy_dtype(dtype) or _float()), None, device, requires_grad)
+    rows, columns = _sizes("eye", (n, n if m is None else m))
+    return _finish(np.eye(rows, columns, dtype=numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
 # --- random: drawn on the host from PyTorch's streams -----------------------------------------------------------------
@@ -152,14 +165,14 @@ def _generator(generator):
     return random.default_generator if generator is None else generator
 
 
-def rand(*size, generator=None, dtype=None, device=None, requires_grad=False):
+def rand(*sizes, size=None, generator=None, dtype=None, device=None, requires_grad=False):
     """Uniform on [0, 1)."""
-    return _finish(_generator(generator).rand(_sizes("rand", size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
+    return _finish(_generator(generator).rand(_sizes("rand", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
-def randn(*size, generator=None, dtype=None, device=None, requires_grad=False):
+def randn(*sizes, size=None, generator=None, dtype=None, device=None, requires_grad=False):
     """Normal with mean 0 and variance 1."""
-    return _finish(_generator(generator).randn(_sizes("randn", size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
+    return _finish(_generator(generator).randn(_sizes("randn", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
 def randint(low, high=None, size=None, *, generator=None, dtype=None, device=None):
@@ -210,11 +223,16 @@ def allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     return bool(isclose(input, other, rtol, atol, equal_nan).array.all())
 
 
+@quiet
 def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
-    a, b = array_of(input), array_of(other)
-    if a.dtype != b.dtype:
-        raise RuntimeError(f"isclose: both tensors must have one dtype, got {a.dtype} and {b.dtype}")
-    return constant(array_module(a, b).asarray(array_module(a, b).isclose(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)))
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        raise TypeError(f"isclose: expected two tensors, got {type(input).__name__} and {type(other).__name__}")
+    if input.dtype != other.dtype or rtol < 0 or atol < 0:
+        raise RuntimeError(f"isclose: needs two tensors of one dtype and tolerances ≥ 0, got {input.dtype} and {other.dtype}, "
+                           f"rtol {rtol}, atol {atol}")
+    xp = array_module(input.array)
+    a, b = broadcast("isclose", input.array, other.array)
+    return constant(xp.asarray(xp.isclose(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)))
 
 
 def equal(input, other): return input.equal(other)
@@ -241,7 +259,10 @@ class finfo:
     """Limits of a floating-point dtype: min, max, eps, tiny, bits."""
 
     def __init__(self, dtype=None):
-        limits = np.finfo(numpy_dtype(dtype or dtypes.get_default_dtype()))
+        dtype = dtypes.as_dtype(dtype or dtypes.get_default_dtype())
+        if not dtype.is_floating_point:
+            raise TypeError(f"finfo: needs a floating-point dtype, got {dtype}; iinfo is for integers")
+        limits = np.finfo(dtype.numpy)
         self.min, self.max, self.eps, self.tiny = (float(v) for v in (limits.min, limits.max, limits.eps, limits.tiny))
         self.smallest_normal, self.bits = self.tiny, limits.bits
 
@@ -250,6 +271,8 @@ class iinfo:
     """Limits of an integer dtype: min, max, bits."""
 
     def __init__(self, dtype):
+        if dtypes.as_dtype(dtype).numpy.kind not in "iu":
+            raise TypeError(f"iinfo: needs an integer dtype, got {dtype}; finfo is for floats")
         limits = np.iinfo(numpy_dtype(dtype))
         self.min, self.max, self.bits = limits.min, limits.max, limits.bits
 

@@ -68,11 +68,9 @@ def set_default_dtype(d):
 
 
 def as_dtype(d):
-    """A `dtype` from ours, NumPy's (`np.float32`, `np.dtype`), or Python's (`float` → float32, `int`, `bool`)."""
+    """A `dtype` from ours, NumPy's (`np.float32`, `"float32"`), or Python's (`float` is float64, `int` int64, as in PyTorch)."""
     if isinstance(d, dtype):
         return d
-    if d is float:
-        return _default
     try:
         return _OURS[np.dtype(d)]
     except (TypeError, KeyError):
@@ -88,6 +86,16 @@ def of_array(array):
 def numpy_dtype(d):
     """The NumPy dtype of any name for a dtype; None stays None."""
     return None if d is None else as_dtype(d).numpy
+
+
+def fits(values, d):
+    """True where numbers can be converted to a NumPy dtype: to integers within their range; whole negatives may wrap to unsigned ones."""
+    values = np.asarray(values)
+    if d.kind not in "iu" or not values.size:
+        return True
+    limits = np.iinfo(d)
+    low = -limits.max if d.kind == "u" and values.dtype.kind == "i" else limits.min
+    return bool(values.min() >= low and values.max() <= limits.max)
 
 
 def scalar_dtype(value):

@@ -17,8 +17,10 @@ class Size(tuple):
         part = tuple.__getitem__(self, key)
         return Size(part) if isinstance(key, slice) else part
 
-    def __add__(self, other):
-        return Size(tuple.__add__(self, tuple(other)))
+    def __add__(self, other): return Size(tuple.__add__(self, other))
+    def __radd__(self, other): return Size(other + tuple(self))
+    def __mul__(self, times): return Size(tuple.__mul__(self, times))
+    __rmul__ = __mul__
 
 
 @functools.cache

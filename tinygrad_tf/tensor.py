@@ -1,14 +1,15 @@
 """`Tensor`: an array, its gradient, and the node that made it. Each method is one line onto an operation."""
-import operator
 import weakref
 
 import numpy as np
 
 from . import autograd, dtypes
 from .autograd import Version, constant
-from .backend import array_module, device as Device, device_of, to_device
+from .backend import array_module, device_of, same_place, to_device
+from .backend import device as Device
 from .display import tensor_repr
-from .ops import activation, arithmetic, index, linear, reduce, shape as shapes, softmax
+from .ops import activation, arithmetic, index, linear, reduce, softmax
+from .ops import shape as shapes
 from .size import Size, namedtuple_of
 
 
@@ -75,9 +76,9 @@ class Tensor:
         return strides if dim is None else strides[dim]
     def is_contiguous(self): return self.array.flags.c_contiguous
     def is_floating_point(self): return self.array.dtype.kind == "f"
-    def data_ptr(self): return self.array.ctypes.data
+    def data_ptr(self): return self.array.ctypes.data if device_of(self.array).type == "cpu" else self.array.data.ptr
     def __repr__(self): return tensor_repr(self)
-    def __format__(self, spec): return format(self.item(), spec) if spec and self.ndim == 0 else format(repr(self), spec)
+    def __format__(self, spec): return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
 
     def __len__(self):
         if self.ndim == 0:
@@ -92,12 +93,18 @@ class Tensor:
     # --- as a Python value or a NumPy array ---------------------------------------------------------------------------
     def item(self):
         if self.array.size != 1:
-            raise RuntimeError(f"item: a Tensor with {self.array.size} elements cannot be converted to a number (shape {tuple(self.shape)})")
+            raise RuntimeError(f"item: a Tensor with {self.array.size} elements cannot be converted to a number "
+                               f"(shape {tuple(self.shape)})")
         return self.array.item()
 
     def tolist(self): return self.array.tolist()
-    def __float__(self): return float(self.item())
-    def __int__(self): return int(self.item())
+    def __float__(self): return float(self._only("float"))
+    def __int__(self): return int(self._only("int"))
+
+    def _only(self, kind):
+        if self.array.size != 1:
+            raise ValueError(f"{kind}: only one element tensors can be converted to Python scalars, this one has shape {tuple(self.shape)}")
+        return self.array.item()
 
     def __index__(self):
         if self.array.dtype.kind not in "iub" or self.array.size != 1:
@@ -189,6 +196,10 @@ class Tensor:
         self._store(result.array)
         if result.node is not None:
             self._adopt(result.node)
+        elif self.node is not None and autograd.is_grad_enabled():      # an operation without gradient: a constant from now on
+            self.node, self.requires_grad = None, False
+            self.version.recorded += 1
+            self.seen = self.version.recorded
         return self
 
     def _store(self, values):
@@ -206,20 +217,30 @@ class Tensor:
         self.seen = self.version.recorded
 
     def __setitem__(self, key, value):
+        key = index.as_index(key)
+        if isinstance(value, Tensor) and self._just_written_through(value, key):
+            self.seen = value.seen
         if isinstance(value, Tensor) and value.requires_grad or self.requires_grad and autograd.is_grad_enabled():
-            self._write(lambda x, v, i: index.SetItem.apply(x, v, i), value, index.as_index(key))
+            self._write(index.set_item, value, key)
         else:
             if not self.array.flags.writeable:
                 self._store(None)
-            index.write(self.array, index.as_index(key), autograd.array_of(value))
+            index.write(self.array, autograd.array_of(value), key)
             self.version.writes += 1
 
+    def _just_written_through(self, part, key):
+        """True when `part` is self[key] after an in-place write: Python runs x[key] += 1 as part = x[key]; part += 1; x[key] = part."""
+        if part.version is not self.version or part.seen is None or self.seen != part.seen - 1 or not index.is_basic(key):
+            return False
+        mine = self.detach()[key]
+        return (mine.data_ptr(), mine.shape, mine.stride()) == (part.data_ptr(), part.shape, part.stride())
+
     def copy_(self, other):
-        self[...] = as_tensor_like(other, self)
+        self[...] = _move(other, self.device)
         return self
     def zero_(self): return self.fill_(0)
     def fill_(self, value):
-        return self._write(lambda x, v: index.MaskedFill.apply(x, np.ones((), bool), v), value)
+        return self._write(index.masked_fill, constant(array_module(self.array).ones((), bool)), value)
     def _fill_with(self, numbers):
         """Random numbers drawn on the host, written in place."""
         self[...] = constant(array_module(self.array).asarray(numbers))
@@ -280,7 +301,9 @@ class Tensor:
     def new_zeros(self, *size, dtype=None): return self._new(np.zeros, size, dtype)
     def new_ones(self, *size, dtype=None): return self._new(np.ones, size, dtype)
     def new_full(self, size, fill_value, dtype=None): return self._new(lambda s, d: np.full(s, fill_value, d), (size,), dtype)
-    def new_tensor(self, data, dtype=None): return type(self)._wrap(np.array(data, dtypes.numpy_dtype(dtype) or self.array.dtype), None, Version())
+    def new_tensor(self, data, dtype=None):
+        from .creation import tensor
+        return tensor(data, dtype=dtype or self.dtype, device=self.device)
     def _new(self, make, size, dtype):
         made = constant(make(shapes.as_shape("new", size), dtypes.numpy_dtype(dtype) or self.array.dtype))
         return _move(made, self.device)
@@ -352,9 +375,13 @@ def _in_place(op):
     return method
 
 
-_IN_PLACE = {arithmetic: "add sub mul div pow neg exp log sqrt rsqrt tanh sigmoid sin cos clamp clamp_min clamp_max round floor ceil "
-                         "lerp addcmul addcdiv reciprocal square remainder floor_divide bitwise_and bitwise_or bitwise_xor trunc sign", index: "masked_fill scatter index_add", shapes: "tril triu",
-             activation: "relu"}
+_IN_PLACE = {
+    arithmetic: "add sub mul div pow neg exp log sqrt rsqrt tanh sigmoid sin cos clamp clamp_min clamp_max round floor ceil trunc sign "
+                "lerp addcmul addcdiv reciprocal square remainder floor_divide bitwise_and bitwise_or bitwise_xor",
+    index: "masked_fill scatter index_add",
+    shapes: "tril triu",
+    activation: "relu",
+}
 for _room, _names in _IN_PLACE.items():
     for _name in _names.split():
         setattr(Tensor, _name + "_", _in_place(getattr(_room, _name)))
@@ -376,22 +403,12 @@ class ToDevice(autograd.Function):
 
 
 def _move(x, target):
-    here = x.device
-    if here.type == target.type and target.index in (None, here.index):
-        return x
-    return ToDevice.apply(x, target)
+    return x if same_place(x.device, target) else ToDevice.apply(x, target)
 
 
 def _generator(generator):
     from .random import default_generator
     return default_generator if generator is None else generator
-
-
-def as_tensor_like(value, other):
-    """A tensor from a tensor or a number, on the device of `other`."""
-    if isinstance(value, Tensor):
-        return _move(value, other.device)
-    return constant(array_module(other.array).asarray(value, dtype=other.array.dtype))
 
 
 def _extreme(x, dim, keepdim, which, pairwise, over_all):

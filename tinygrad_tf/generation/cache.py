@@ -60,6 +60,8 @@ class LayerCache:
     def _check(self, k, v, end):
         if k.requires_grad or v.requires_grad:
             raise RuntimeError("KVCache: gradients cannot flow through cached keys and values; use it under no_grad()")
+        if k.shape[2] != v.shape[2]:
+            raise ValueError(f"KVCache: {k.shape[2]} keys came with {v.shape[2]} values; every token has one of each")
         if end > self.capacity:
             raise ValueError(f"KVCache: {k.shape[2]} new tokens after {self.length} exceed the capacity of {self.capacity}; reset it, "
                              f"or allocate a larger one")

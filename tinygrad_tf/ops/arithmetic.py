@@ -48,14 +48,14 @@ def as_float(x):
     return x if x.dtype.kind == "f" else x.astype(get_default_dtype().numpy)
 
 
-def _broadcast_error(op, a, b):
-    shapes = " and ".join(str(tuple(getattr(x, "shape", ()))) for x in (a, b))
+def _broadcast_error(op, *operands):
+    shapes = " and ".join(str(tuple(getattr(x, "shape", ()))) for x in operands)
     return RuntimeError(f"{op}: shapes {shapes} do not broadcast; aligned at the right, two sizes must be equal or one of them 1 "
                         f"(insert an axis with unsqueeze or [:, None], or transpose one operand)")
 
 
 def _is_bool(x):
-    return isinstance(x, (bool, np.bool_)) or getattr(x, "dtype", None) == bool
+    return isinstance(x, (bool, np.bool_)) or np.dtype(bool) == getattr(x, "dtype", None)
 
 
 def _refuse_bool(op, *operands, hint="convert it first, e.g. with .int()"):
@@ -66,6 +66,14 @@ def _refuse_bool(op, *operands, hint="convert it first, e.g. with .int()"):
 def _refuse_zero_divisor(op, b):
     if getattr(b, "dtype", None) is not None and b.dtype.kind in "iu" and (b == 0).any():
         raise RuntimeError(f"{op}: ZeroDivisionError: an integer was divided by zero; floats would give inf or nan")
+
+
+def broadcast(op, *arrays):
+    """Arrays stretched to one shape, or the error that names their shapes."""
+    try:
+        return array_module(*arrays).broadcast_arrays(*arrays)
+    except ValueError:
+        raise _broadcast_error(op, *arrays) from None
 
 
 class Binary(Function):
@@ -241,7 +249,8 @@ class Abs(Function):
 
 
 class Clamp(Function):
-    """y = min(max(x, low), high); low or high may be None.    dx = dy where low ≤ x ≤ high, else 0"""
+    """y = min(max(x, low), high); low or high may be None.    dx = dy where low ≤ x ≤ high,  dlow = dy where x < low,  dhigh = dy where
+    x > high, else 0; where low > high, everything is high's."""
 
     def forward(self, x, low, high):
         xp = array_module(x)
@@ -250,17 +259,20 @@ class Clamp(Function):
         wanted = result_type(x, *(b for b in (low, high) if b is not None))
         x, low, high = (b if b is None else _cast(b, wanted) for b in (x, low, high))
         self.saved = x, low, high
-        y = x if low is None else xp.maximum(x, low)
-        return y if high is None else xp.minimum(y, high)
+        try:
+            y = x if low is None else xp.maximum(x, low)
+            return y if high is None else xp.minimum(y, high)
+        except ValueError:
+            raise _broadcast_error("clamp", *(b for b in (x, low, high) if b is not None)) from None
 
     def backward(self, dy):
         x, low, high = self.saved
-        inside = True
-        if low is not None:
-            inside = inside & (x >= low)
-        if high is not None:
-            inside = inside & (x <= high)
-        return array_module(dy).where(inside, dy, dy.dtype.type(0))
+        xp, zero = array_module(dy), dy.dtype.type(0)
+        low = -np.inf if low is None else low
+        high = np.inf if high is None else high
+        over = (x > high) | (low > high)
+        return (xp.where((x >= low) & (x <= high), dy, zero), xp.where((x < low) & ~over, dy, zero) if self.needs[1] else None,
+                xp.where(over, dy, zero) if self.needs[2] else None)
 
 
 # --- elementary functions: integers are computed in the default float type ------------------------------------------
@@ -546,7 +558,9 @@ def remainder(input, other): return Remainder.apply(input, other)
 
 
 def lerp(input, end, weight):
-    """input + weight · (end − input)"""
+    """input + weight · (end − input), floats"""
+    if array_of(input).dtype.kind != "f":
+        raise RuntimeError(f"lerp: not implemented for {input.dtype}; call .float() first")
     return add(input, mul(weight, sub(end, input)))
 
 

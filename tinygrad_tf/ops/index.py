@@ -3,47 +3,82 @@
 The backward pass of a choice puts each gradient back where its element came from, and adds where one element was chosen
 more than once.
 """
+import operator
+
 import numpy as np
 
 from ..autograd import Function, array_of, constant
 from ..backend import array_module, scatter_add
-from ..dtypes import result_type
+from ..dtypes import fits, result_type
 from .arithmetic import _broadcast_error, _cast
 from .reduce import normalize_dim
 
 
 def as_index(index):
-    """An index with arrays where it had tensors or lists, checked for what NumPy would read differently from PyTorch."""
-    if isinstance(index, tuple):
-        return tuple(as_index(i) for i in index)
-    if isinstance(index, list):
-        index = np.asarray(index) if index else np.empty(0, np.int64)
-    if isinstance(index, slice):
-        parts = [None if p is None else int(p) for p in (index.start, index.stop, index.step)]
-        if parts[2] is not None and parts[2] <= 0:
-            raise ValueError(f"index: a slice step must be greater than zero, got {parts[2]}; use flip to reverse")
-        return slice(*parts)
-    if hasattr(index, "array"):
-        index = index.array.copy()              # backward needs it as it is now
-    if getattr(index, "dtype", None) is not None and index.dtype.kind not in "iub":
-        raise IndexError(f"index: tensors used as indices must be integers or booleans, got {index.dtype}")
-    if getattr(index, "dtype", None) == np.uint8:
-        index = index.astype(bool)              # as in PyTorch: the masks of its early days
-    if isinstance(index, float):
-        raise IndexError(f"index: a float is no index, got {index}; use an int")
-    return index
+    """An index of ints, slices, None, … and arrays, with PyTorch's meaning where NumPy would read it differently."""
+    if isinstance(index, list) and _stands_for_a_tuple(index):
+        index = tuple(index)
+    return tuple(_as_part(i) for i in index) if isinstance(index, tuple) else _as_part(index)
+
+
+def _stands_for_a_tuple(index):
+    """PyTorch's rule: a short list that holds more than numbers is read as a tuple."""
+    return len(index) < 32 and any(i is None or i is ... or isinstance(i, (list, tuple, slice)) or hasattr(i, "shape") for i in index)
+
+
+def _as_part(part):
+    """One part of an index: an int, a slice, None, …, or an array of integers or booleans."""
+    if isinstance(part, slice):
+        return _as_slice(part)
+    if part is None or part is ...:
+        return part
+    if isinstance(part, (str, float)):
+        error = IndexError if isinstance(part, float) else TypeError
+        raise error(f"index: only ints, slices, None, ... and integer or bool tensors are indices, got {part!r}")
+    if hasattr(part, "array"):
+        part = part.array.copy()                # backward needs it as it is now
+    elif not hasattr(part, "shape"):
+        part = np.asarray(part) if not isinstance(part, (list, tuple)) or len(part) else np.empty(0, np.int64)
+    if part.dtype == np.uint8:
+        part = part.astype(bool)                # as in PyTorch: the masks of its early days
+    if part.dtype.kind not in "iub":
+        raise IndexError(f"index: tensors used as indices must be integers or booleans, got {part.dtype}")
+    return int(part) if part.ndim == 0 and part.dtype != bool else part
+
+
+def _as_slice(part):
+    start, stop, step = (None if p is None else operator.index(p) for p in (part.start, part.stop, part.step))
+    if step is not None and step <= 0:
+        raise ValueError(f"index: a slice step must be greater than zero, got {step}; use flip to reverse")
+    return slice(start, stop, step)
 
 
 def is_basic(index):
     """True for ints, slices, None and …: those give views, each element at most once."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return not any(hasattr(p, "ndim") or isinstance(p, (bool, np.bool_)) for p in parts)
+    return not any(hasattr(p, "ndim") for p in (index if isinstance(index, tuple) else (index,)))
+
+
+def in_two_steps(index):
+    """(ints, slices, None; then arrays), or (index, None) where one step does. PyTorch takes the ints of an index first; NumPy
+    counts them among its arrays, so that x[0, :, ids] has its axes in another order there."""
+    if is_basic(index) or not any(type(p) is int for p in (index if isinstance(index, tuple) else (index,))):
+        return index, None
+    basic, arrays = [], []
+    for part in index:
+        if hasattr(part, "ndim"):
+            basic += [slice(None)] * (part.ndim if part.dtype == bool else 1)
+            arrays.append(part)
+        else:
+            basic.append(part)
+            if type(part) is not int:
+                arrays.append(part if part is ... else slice(None))
+    return tuple(basic), tuple(arrays)
 
 
 def _read(x, index):
     """x[index]; a view for a basic index, also where a single element is left, which NumPy would return as a number."""
     parts = index if isinstance(index, tuple) else (index,)
-    if is_basic(index) and not any(p is Ellipsis for p in parts):
+    if is_basic(index) and not any(p is ... for p in parts):
         index = (*parts, ...)
     try:
         return x[index]
@@ -71,9 +106,9 @@ class SetItem(Function):
     """y = x, but y[index] = value.    dx = dy with zeros there,  dvalue = dy[index]"""
 
     def forward(self, x, value, index):
-        self.index = index
+        self.index, self.value_ndim = index, np.ndim(value)
         y = x.copy()
-        write(y, index, value)
+        _assign(y, index, value)
         return y
 
     def backward(self, dy):
@@ -83,11 +118,14 @@ class SetItem(Function):
             dx[self.index] = 0
         if self.needs[1]:
             dvalue = dy[self.index]
+            dvalue = dvalue[(None,) * (self.value_ndim - dvalue.ndim)]
         return dx, dvalue
 
 
-def write(x, index, value):
-    """x[index] = value on arrays, with an error that shows both shapes."""
+def _assign(x, index, value):
+    """x[index] = value on arrays, with an error that shows both shapes. Leading axes of size 1 in value do not count."""
+    if np.ndim(value):
+        value = value.reshape(value.shape[next((i for i, n in enumerate(value.shape) if n != 1), value.ndim):])
     try:
         x[index] = value
     except ValueError:
@@ -95,6 +133,20 @@ def write(x, index, value):
                            f"(x: {x.shape})") from None
     except IndexError as error:
         raise IndexError(f"setitem: {error} (tensor of shape {x.shape})") from None
+
+
+def set_item(x, value, index):
+    """x with x[index] = value, in the graph."""
+    first, then = in_two_steps(index)
+    if then is not None:
+        value = SetItem.apply(GetItem.apply(x, first), value, then)
+    return SetItem.apply(x, value, first)
+
+
+def write(x, value, index):
+    """x[index] = value, on arrays and in place."""
+    first, then = in_two_steps(index)
+    _assign(*((x, first) if then is None else (_read(x, first), then)), value)
 
 
 class Where(Function):
@@ -110,7 +162,7 @@ class Where(Function):
         try:
             return xp.where(condition, _cast(a, wanted), _cast(b, wanted))
         except ValueError:
-            raise _broadcast_error("where", condition, xp.empty(np.broadcast_shapes(np.shape(a), np.shape(b)))) from None
+            raise _broadcast_error("where", condition, a, b) from None
 
     def backward(self, dy):
         xp, condition, zero = array_module(dy), self.saved, dy.dtype.type(0)
@@ -123,6 +175,8 @@ class MaskedFill(Function):
 
     def forward(self, x, blocked, value):
         self.saved = blocked
+        if x.dtype.kind in "iu" and not fits(value, x.dtype):
+            raise RuntimeError(f"masked_fill: value {value} cannot be converted to {x.dtype} without overflow")
         try:
             return array_module(x).where(blocked, _cast(value, x.dtype), x)
         except ValueError:
@@ -208,7 +262,9 @@ def along(index, dim):
 
 
 def getitem(input, index):
-    return GetItem.apply(input, as_index(index))
+    first, then = in_two_steps(as_index(index))
+    y = GetItem.apply(input, first)
+    return y if then is None else GetItem.apply(y, then)
 
 
 def where(condition, input=None, other=None):
@@ -229,18 +285,23 @@ def masked_fill(input, mask, value):
 
 
 def masked_select(input, mask):
-    shape = np.broadcast_shapes(input.array.shape, mask.array.shape)
-    xp = array_module(input.array)
-    return getitem(input.expand(shape), constant(xp.broadcast_to(mask.array, shape)))
+    """The elements where `mask` is True, as one axis; both are broadcast against each other."""
+    if mask.array.dtype != bool:
+        raise RuntimeError(f"masked_select: mask must be a bool tensor, got {mask.dtype}; compare it, e.g. mask != 0")
+    try:
+        shape = np.broadcast_shapes(input.array.shape, mask.array.shape)
+    except ValueError:
+        raise _broadcast_error("masked_select", input, mask) from None
+    return getitem(input.expand(shape), mask.expand(shape))
 
 
-def _check_index(op, index, size, dim):
+def _check_index(op, index, size, dim, error=IndexError):
     """Integers in [0, size): ids never wrap."""
     if index.dtype.kind not in "iu":
         raise RuntimeError(f"{op}: index must be an integer tensor (int64), got {index.dtype}")
     if index.size and (index.min() < 0 or index.max() >= size):
         bad = int(index[(index < 0) | (index >= size)].reshape(-1)[0])
-        raise IndexError(f"{op}: index {bad} is out of bounds for dimension {dim} with size {size}; valid are 0 to {size - 1}")
+        raise error(f"{op}: index {bad} is out of bounds for dimension {dim} with size {size}; valid are 0 to {size - 1}")
 
 
 def _check_gather(op, x, index, dim):
@@ -248,8 +309,7 @@ def _check_gather(op, x, index, dim):
         raise RuntimeError(f"{op}: index must have the same number of dimensions as input, got {index.shape} and {x.shape}")
     if any(n > m for d, (n, m) in enumerate(zip(index.shape, x.shape)) if d != dim):
         raise RuntimeError(f"{op}: index {index.shape} must not be larger than {x.shape} apart from dimension {dim}")
-    if x.ndim:
-        _check_index(op, index, x.shape[dim], dim)
+    _check_index(op, index, x.shape[dim] if x.ndim else 1, dim, RuntimeError)
 
 
 def gather(input, dim, index):
@@ -259,40 +319,61 @@ def gather(input, dim, index):
 
 
 def take_along_dim(input, indices, dim):
+    """As `gather`, after broadcasting both apart from `dim`."""
     d = normalize_dim("take_along_dim", dim, input.ndim)
-    shape = list(input.array.shape)
-    shape[d] = indices.array.shape[d]
-    return gather(input, d, indices.expand(shape))
+    if input.ndim != indices.ndim:
+        raise RuntimeError(f"take_along_dim: input and indices need one number of dimensions, got {tuple(input.shape)} and "
+                           f"{tuple(indices.shape)}")
+    rest = [max(n, m) if i != d else -1 for i, (n, m) in enumerate(zip(input.array.shape, indices.array.shape))]
+    return gather(input.expand(rest), d, indices.expand(rest))
 
 
 def scatter(input, dim, index, src):
     d = normalize_dim("scatter", dim, input.ndim)
     _check_gather("scatter", input.array, index.array, d)
-    _check_source("scatter", index.array, array_of(src))
+    if hasattr(src, "array"):
+        _check_source("scatter", input, index.array, src)
     return Scatter.apply(input, index, src, d)
 
 
 def scatter_add_(input, dim, index, src):
     d = normalize_dim("scatter_add", dim, input.ndim)
+    if not hasattr(src, "array"):
+        raise TypeError(f"scatter_add: src must be a Tensor, got {type(src).__name__}")
     _check_gather("scatter_add", input.array, index.array, d)
-    _check_source("scatter_add", index.array, src.array)
+    _check_source("scatter_add", input, index.array, src)
     return ScatterAdd.apply(input, index, src, d)
 
 
-def _check_source(op, index, source):
-    if np.ndim(source) and (source.ndim != index.ndim or any(n > m for n, m in zip(index.shape, source.shape))):
-        raise RuntimeError(f"{op}: index {index.shape} must not be larger than src {np.shape(source)}")
+def _check_source(op, input, index, src):
+    if input.dtype != src.dtype:
+        raise RuntimeError(f"{op}: input and src need one dtype, got {input.dtype} and {src.dtype}; convert one with .to(dtype)")
+    if src.ndim != index.ndim or any(n > m for n, m in zip(index.shape, src.array.shape)):
+        raise RuntimeError(f"{op}: index {index.shape} must not be larger than src {tuple(src.shape)}")
+
+
+def _check_vector(op, index, size, dim):
+    if index.ndim > 1:
+        raise IndexError(f"{op}: index must be one row of ids, got shape {index.shape}")
+    _check_index(op, index, size, dim)
 
 
 def index_select(input, dim, index):
     d = normalize_dim("index_select", dim, input.ndim)
-    _check_index("index_select", index.array, input.array.shape[d], d)
-    return GetItem.apply(input, (slice(None),) * d + (index.array.flatten(),))
+    x = input if input.ndim else input.reshape(1)
+    _check_vector("index_select", index.array, x.array.shape[d], d)
+    y = GetItem.apply(x, (slice(None),) * d + (index.array.flatten(),))
+    return y if input.ndim else y.reshape(())
 
 
 def index_add(input, dim, index, source, *, alpha=1):
+    """input with source[i] · alpha added to its slice index[i] along `dim`."""
     d = normalize_dim("index_add", dim, input.ndim)
-    _check_index("index_add", index.array, input.array.shape[d], d)
+    _check_vector("index_add", index.array, input.array.shape[d], d)
+    wanted = (*input.array.shape[:d], index.array.size, *input.array.shape[d + 1:])
+    if source.array.shape != wanted or source.dtype != input.dtype:
+        raise RuntimeError(f"index_add: source must have shape {wanted} and {input.dtype}, one slice for each index, got "
+                           f"{tuple(source.shape)} and {source.dtype}")
     return IndexAdd.apply(input, index, source if alpha == 1 else source * alpha, d)
 
 
@@ -363,6 +444,11 @@ def unique(input, sorted=True, return_inverse=False, return_counts=False):
 
 
 def bincount(input, minlength=0):
+    """How often each of 0, 1, 2, … occurs."""
+    x = input.array
+    if x.ndim != 1 or x.dtype.kind not in "biu" or x.size and x.min() < 0:
+        raise RuntimeError(f"bincount: one row of integers ≥ 0 is needed, got {input.dtype} of shape {tuple(input.shape)}"
+                           f"{f' with the value {x.min()}' if x.size and x.ndim == 1 else ''}")
     return constant(array_module(input.array).bincount(input.array, minlength=minlength))
 
 

@@ -2,7 +2,7 @@
 import numpy as np
 
 from ..autograd import Function, array_of
-from ..backend import array_module, sum_rows
+from ..backend import array_module, as_rows, quiet, sum_rows
 
 
 def _shape_error(op, a, b, why):
@@ -15,6 +15,7 @@ class Matmul(Function):
     da = dy bᵀ,  db = aᵀ dy; the engine sums over the axes that were broadcast.
     """
 
+    @quiet
     def forward(self, a, b):
         if a.dtype != b.dtype:
             raise RuntimeError(f"matmul: both operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to(dtype)")
@@ -28,13 +29,14 @@ class Matmul(Function):
         except ValueError:
             raise _shape_error("matmul", a, b, "the leading (batch) axes do not broadcast") from None
 
+    @quiet
     def backward(self, dy):
         a, b = self.saved
         da = product(dy, b.swapaxes(-1, -2)) if self.needs[0] else None
         if not self.needs[1]:
             return da, None
         if self.one_matrix:                     # one flat GEMM instead of a batch of them and a sum
-            return da, a.reshape(-1, a.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
+            return da, product(as_rows(a).T, as_rows(dy))
         return da, product(a.swapaxes(-1, -2), dy)
 
 
@@ -44,17 +46,19 @@ class Linear(Function):
     dx = dy W,  dW = dyᵀ x,  db = Σ dy, with all leading axes flattened into one: a single GEMM each.
     """
 
+    @quiet
     def forward(self, x, w, b):
-        rows = x.reshape(-1, x.shape[-1])
+        rows = as_rows(x)
         self.saved = (rows if self.needs[1] else None), (w if self.needs[0] else None)
         y = product(rows, w.T)
         if b is not None:
             y += b
         return y.reshape(*x.shape[:-1], w.shape[0])
 
+    @quiet
     def backward(self, dy):
         x, w = self.saved
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = as_rows(dy)
         dx = product(rows, w).reshape(*dy.shape[:-1], w.shape[1]) if self.needs[0] else None
         dw = product(rows.T, x) if self.needs[1] else None
         db = sum_rows(rows) if self.needs[2] else None
@@ -66,7 +70,7 @@ def product(a, b):
     if a.dtype.itemsize < 4 and a.dtype.kind == "f":
         return product(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
     if b.ndim == 2 and a.ndim > 2:
-        return (a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
+        return (as_rows(a) @ b).reshape(*a.shape[:-1], b.shape[-1])
     return a @ b
 
 
@@ -132,11 +136,13 @@ class Einsum(Function):
     A letter that occurs in one operand alone and not in the result was summed over: its gradient is repeated along it.
     """
 
+    @quiet
     def forward(self, equation, *xs):
         self.inputs_letters, self.output = equation
         self.saved = xs
         return array_module(*xs).einsum(",".join(self.inputs_letters) + "->" + self.output, *xs, optimize=len(xs) > 2)
 
+    @quiet
     def backward(self, dy):
         return None, *(self._gradient(i, dy) if self.needs[i + 1] else None for i in range(len(self.saved)))
 
@@ -155,6 +161,9 @@ def einsum(equation, *operands):
     """Operands and result by letters, as in PyTorch, `...` included; a letter twice in one operand (a diagonal) is not supported."""
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     inputs, output = _parse_einsum(equation.replace(" ", ""), [x.ndim for x in operands])
+    if len({x.dtype for x in operands}) > 1:
+        raise RuntimeError(f"einsum {equation!r}: all operands must have one dtype, got {[x.dtype for x in operands]}; convert one "
+                           f"with .to(dtype)")
     sizes = {}
     for letters, x in zip(inputs, operands):
         for c, n in zip(letters, x.array.shape):

@@ -223,10 +223,10 @@ def amin(input, dim=(), keepdim=False): return _extreme(Amin, "amin", input, dim
 
 def _extreme(op, name, input, dim, keepdim):
     if dim in (None, ()) and not input.array.size:
-        raise RuntimeError(f"{name}: a tensor without elements has no extreme, got shape {tuple(input.shape)}; name a dim that has elements")
+        raise RuntimeError(f"{name}: no elements, no extreme: got shape {tuple(input.shape)}; name a dim that has elements")
     dims = normalize_dims(name, dim, input.ndim)
     if any(input.array.shape[d] == 0 for d in dims):
-        raise IndexError(f"{name}: expected every reduced dim to have a non-zero size, got shape {tuple(input.shape)} reduced over {dims}")
+        raise IndexError(f"{name}: every reduced dim must have elements, got shape {tuple(input.shape)} reduced over {dims}")
     return op.apply(input, dims, keepdim)
 
 

@@ -313,7 +313,8 @@ def split(tensor, split_size_or_sections, dim=0):
     n, sizes = tensor.array.shape[d], split_size_or_sections
     if isinstance(sizes, (list, tuple)):
         if builtin_sum(sizes) != n or any(s < 0 for s in sizes):
-            raise RuntimeError(f"split: sizes {list(sizes)} must be ≥ 0 and add up to {n}, the size of dim {dim} of shape {tuple(tensor.shape)}")
+            raise RuntimeError(f"split: sizes {list(sizes)} must be ≥ 0 and add up to {n}, the size of dim {dim} of shape "
+                               f"{tuple(tensor.shape)}")
     elif sizes <= 0 and not (sizes == 0 == n):
         raise RuntimeError(f"split: split_size must be positive, got {sizes}")
     else:

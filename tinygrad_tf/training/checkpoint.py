@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 FORMAT = 1
-_STATE, _DIGEST = "tinygrad_tf", "sha256"       # the two entries of the file's metadata
+_STATE = "tinygrad_tf"          # the one entry of the file's metadata
+_DIGEST = "sha256"              # a tensor of 32 bytes; as metadata it would come in random order, and equal runs in unequal files
 
 
 class CheckpointError(ValueError):
@@ -21,18 +22,18 @@ class CheckpointError(ValueError):
 def save_checkpoint(path, tensors, state):
     """Writes {name: array} and a JSON-able dict to one file, atomically."""
     from safetensors.numpy import save
-    arrays = {name: np.ascontiguousarray(a) for name, a in tensors.items()}
+    arrays = {name: np.asarray(a, order="C") for name, a in tensors.items()}
     text = json.dumps({"format": FORMAT, **state})
-    write_atomically(path, save(arrays, metadata={_STATE: text, _DIGEST: content_digest(arrays, text)}))
+    write_atomically(path, save({**arrays, _DIGEST: content_digest(arrays, text)}, metadata={_STATE: text}))
 
 
 def content_digest(tensors, text):
-    """SHA-256 over the text and every tensor's name, dtype, shape and bytes: one changed bit anywhere is seen."""
+    """SHA-256 over the text and every tensor's name, dtype, shape and bytes, as uint8 [32]: one changed bit is seen."""
     digest = hashlib.sha256(text.encode())
     for name, array in sorted(tensors.items()):
         digest.update(repr((name, array.dtype.str, array.shape)).encode())
         digest.update(array.reshape(-1).view(np.uint8))
-    return digest.hexdigest()
+    return np.frombuffer(digest.digest(), np.uint8)
 
 
 def write_atomically(path, data):
@@ -65,7 +66,8 @@ def load_checkpoint(path):
     state = _parse(metadata.get(_STATE, ""), path)
     if state["format"] != FORMAT:
         raise CheckpointError(f"the checkpoint {path} has format {state['format']!r}, this version reads format {FORMAT}")
-    if metadata.get(_DIGEST) != content_digest(tensors, metadata[_STATE]):
+    digest = tensors.pop(_DIGEST, None)
+    if not np.array_equal(digest, content_digest(tensors, metadata[_STATE])):
         raise CheckpointError(f"the checkpoint {path} is damaged: its content does not have the SHA-256 that was stored with it")
     return tensors, state
 

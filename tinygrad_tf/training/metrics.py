@@ -57,7 +57,7 @@ class Metrics:
 
     def _draw_losses(self, axes):
         steps, losses = self.column("train_loss")
-        around = max(1, len(losses) // 100)
+        around = max(1, len(losses) // 50)
         axes.plot(steps, losses, color="#9ecae1", linewidth=0.6, label="training, each batch")
         axes.plot(steps, moving_mean(losses, around), color="#08519c", linewidth=1.6,
                   label=f"training, mean of {2 * around + 1} batches")

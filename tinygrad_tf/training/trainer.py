@@ -20,6 +20,7 @@ from .evaluation import evaluate
 from .metrics import Metrics
 
 CHECKPOINT = "checkpoint.safetensors"
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}     # what AdamW keeps for each parameter
 FINAL_LR = 0.1                                  # the cosine ends at this share of the peak
 
 
@@ -133,8 +134,11 @@ class Trainer:
                                       f"resume it with the same text")
             load_weights(self.model, tensors)
             self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
+            if any(entry.keys() != MOMENTS for entry in self.optimizer.state.values()):
+                raise KeyError(f"the optimizer's state is not {', '.join(sorted(MOMENTS))}")
             self.scheduler.load_state_dict(state["scheduler"])
             self.sampler.load_state_dict(state["sampler"])
+            random.set_rng_state(tensors["rng"])
             self.step, self.random_state, self.metrics = state["step"], tensors["rng"], Metrics(folder, tensors["metrics"])
         return self
 
