@@ -26,7 +26,7 @@ class dtype:
         return f"torch.{self.name}"
 
     def __reduce__(self):                       # one object per type, also after pickling or deepcopy
-        return (globals().__getitem__, (self.name,)) if self.name in globals() else (dtype, (self.name, self.numpy))
+        return as_dtype, (self.numpy,)
 
     def __copy__(self):
         return self

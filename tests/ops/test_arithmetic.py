@@ -80,15 +80,19 @@ def test_whole_numbers_beyond_the_range_wrap_as_in_c(dtype, number):
 def test_clamp_gives_bounds_that_are_tensors_their_gradients(low, high):
     random = np.random.default_rng(3)
     x = torch.tensor(random.standard_normal((3, 4)), requires_grad=True)
-    bounds = (torch.full((4,), low, dtype=torch.float64, requires_grad=True), torch.full((3, 1), high, dtype=torch.float64, requires_grad=True))
+    bounds = (torch.full((4,), low, dtype=torch.float64, requires_grad=True), torch.full((3, 1), high, dtype=torch.float64,
+                                                                                         requires_grad=True))
     assert gradcheck(lambda x, low, high: torch.clamp(x, low, high), (x, *bounds))
 
 
 SPECIAL = "f4!s:5,8"
-QUIET = ["x + y", "x - y", "x * y", "x / y", "x % y", "x ** y", "1 / x", "x ** -1", "x ** 0.5", "x * inf", "x.exp()", "x.log()", "x.log1p()",
-         "x.sqrt()", "x.rsqrt()", "x.tanh()", "x.sigmoid()", "x.sin()", "x.cos()", "x.abs()", "x.square()", "x.reciprocal()", "x.round()", "x.sign()",
+QUIET = ["x + y", "x - y", "x * y", "x / y", "x % y", "x ** y", "1 / x", "x ** -1", "x ** 0.5", "x * inf", "x.exp()", "x.log()",
+         "x.log1p()",
+         "x.sqrt()", "x.rsqrt()", "x.tanh()", "x.sigmoid()", "x.sin()", "x.cos()", "x.abs()", "x.square()", "x.reciprocal()",
+         "x.round()", "x.sign()",
          "x.clamp(-1, 1)", "torch.maximum(x, y)", "torch.lerp(x, y, 0.5)", "x.half()", "x.long()", "x.int()", "(x * 1e30) * 1e30", "x // 0",
-         "torch.div(x, 0.0, rounding_mode='trunc')", "x.double().mul(1e300).float()", "torch.addcdiv(x, y, y)", "x > y", "x.half() * 60000"]
+         "torch.div(x, 0.0, rounding_mode='trunc')", "x.detach().double().mul(1e300).float()", "torch.addcdiv(x, y, y)", "x > y",
+         "x.half() * 60000"]
 
 
 @pytest.mark.parametrize("expression", QUIET)
@@ -111,7 +115,7 @@ def test_no_numpy_warning_escapes_from_inf_nan_and_zero(expression):
     ("torch.div(x, 2, rounding_mode='up')", ("f4:2",), ["div", "floor", "trunc", "'up'"]),
     ("torch.lerp(x, x, 0.5)", ("i8:2",), ["lerp", "int64", "float"]),
     ("torch.add(x, x, alpha=0.5)", ("i8:2",), ["alpha", "0.5"]),
-    ("torch.add(1, 2)", (), ["add", "Tensor", "int"]),
+    ("torch.add(1, 2)", (), ["Add", "Tensor", "int"]),
     ("torch.eq(1, 2)", (), ["eq", "Tensor", "int"]),
     ("x + 2**70", ("i8:2",), ["1180591620717411303424", "overflow"]),
 ])
@@ -125,7 +129,7 @@ def test_errors_say_what_came_and_what_would_do(expression, recipes, words):
 def test_a_number_never_widens_a_float32_tensor():
     x = torch.ones(2)
     for number in (2.5, 10**10, np.float64(2.5), np.float32(1), np.int64(3), True):
-        for y in (x + number, number * x, x / number, x ** number, number - x, torch.where(x > 0, x, number)):
+        for y in (x + number, number * x, x / number, x ** number, number / x, torch.where(x > 0, x, number)):
             assert y.dtype == torch.float32
 
 

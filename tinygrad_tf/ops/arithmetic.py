@@ -1,6 +1,7 @@
 """Element-wise arithmetic with broadcasting: + − × ÷ ^, extrema, and the elementary functions.
 
-Operands are tensors or numbers. The engine sums each gradient over the axes along which its operand was broadcast, so
+Operands are tensors or numbers, also where PyTorch insists on two tensors (`maximum(x, 0)`); a NumPy bool counts as a bool
+(PyTorch takes it for a float). The engine sums each gradient over the axes along which its operand was broadcast, so
 that every formula here is the formula for one element.
 """
 import numpy as np

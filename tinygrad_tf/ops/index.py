@@ -123,7 +123,9 @@ class SetItem(Function):
 
 
 def _assign(x, index, value):
-    """x[index] = value on arrays, with an error that shows both shapes. Leading axes of size 1 in value do not count."""
+    """x[index] = value on arrays, with an error that shows both shapes. Leading axes of size 1 in value do not count.
+    The value is cast to x's dtype, also for an index of arrays, where PyTorch refuses another dtype.
+    """
     if np.ndim(value):
         value = value.reshape(value.shape[next((i for i, n in enumerate(value.shape) if n != 1), value.ndim):])
     try:
@@ -175,7 +177,7 @@ class MaskedFill(Function):
 
     def forward(self, x, blocked, value):
         self.saved = blocked
-        if x.dtype.kind in "iu" and not fits(value, x.dtype):
+        if x.dtype.kind in "iu" and not fits(getattr(value, "item", lambda: value)(), x.dtype):
             raise RuntimeError(f"masked_fill: value {value} cannot be converted to {x.dtype} without overflow")
         try:
             return array_module(x).where(blocked, _cast(value, x.dtype), x)
