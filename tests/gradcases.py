@@ -165,6 +165,8 @@ for name in ("floor", "ceil", "trunc", "sign"):
 case("Clamp", lambda x: arithmetic.clamp(x, -1.03, 1.06), distinct(3, 4), note="both limits")
 case("Clamp", lambda x: arithmetic.clamp(x, min=0.05), distinct(3, 4), note="min")
 case("Clamp", lambda x: arithmetic.clamp(x, max=0.05), distinct(3, 4), note="max")
+case("Clamp", lambda x, low, high: arithmetic.clamp(x, low, high), distinct(3, 4), fixed([[-0.5], [-1.5], [0.13]]), fixed([1.17]),
+     note="limits that want gradients")
 case("Clamp", lambda x: arithmetic.clamp(x, -1, 1), fixed([0.3]), note="one element")
 case("Clamp", lambda x: arithmetic.clamp(x, -1, 1), normal(0, 2), note="no element")
 

@@ -282,15 +282,13 @@ def _(node, dy, keeps):
     return np.where(x > 0, dy, dy * slope * keeps("the slope"))
 
 
-@formula("Clamp", "the upper limit", "the lower limit")
+@formula("Clamp", "the upper limit", "the lower limit", "the gradient of the limits")
 def _(node, dy, keeps):
     x, low, high, *_ = node.args
-    inside = np.ones(x.shape, bool)
-    if low is not None and keeps("the lower limit"):
-        inside &= x >= low
-    if high is not None and keeps("the upper limit"):
-        inside &= x <= high
-    return dy * inside
+    under = False if low is None else x < low
+    over = False if high is None else x > high
+    inside = ~(np.zeros(x.shape, bool) | (under if keeps("the lower limit") else False) | (over if keeps("the upper limit") else False))
+    return dy * inside, *(dy * (side & keeps("the gradient of the limits")) for side in (under, over))
 
 
 @formula("CrossEntropy", "the one-hot", "the mean over rows", "what is ignored", "label smoothing", "weights of the classes")

@@ -3,6 +3,7 @@ import gc
 import sys
 import threading
 import tracemalloc
+import warnings
 import weakref
 
 import numpy as np
@@ -1082,3 +1083,32 @@ def test_a_program_with_writes_and_views_raises_or_agrees_with_pytorch(statement
         return
     for a, b in zip(ours, theirs):
         assert (a is None) == (b is None) and (a is None or np.allclose(a, b, rtol=1e-9, atol=1e-12))
+
+
+def test_assigning_requires_grad_checks_like_the_method():
+    x = tt.tensor([1, 2])
+    with pytest.raises(RuntimeError, match="floating point"):
+        x.requires_grad = True
+    y = tt.tensor([1.0, 2.0])
+    y.requires_grad = True
+    with pytest.raises(RuntimeError, match="leaf"):
+        y[0].zero_()
+    with pytest.raises(RuntimeError, match="leaf"):
+        (y * 2).requires_grad = False
+
+
+def test_set_grad_enabled_decorates():
+    @tt.set_grad_enabled(False)
+    def off():
+        return tt.is_grad_enabled()
+
+    assert tt.is_grad_enabled()
+    assert not off() and tt.is_grad_enabled()
+
+
+def test_infinities_are_results_and_not_warnings_in_the_walk_either():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = tt.tensor([1e38, 1.0], requires_grad=True)
+        (x * 1e30).sum().backward(tt.tensor(1e30))
+        assert x.grad.isinf().all()

@@ -25,7 +25,7 @@ from .ops.arithmetic import (abs_ as abs, add, addcdiv, addcmul, bitwise_and, bi
                              logical_and, logical_not, logical_or, logical_xor, lt, maximum, minimum, mul, ne, neg, pow, reciprocal,
                              remainder, round, rsqrt, sigmoid, sign, sin, sqrt, square, sub, tanh, trunc)
 from .ops.index import (argsort, bincount, gather, getitem, index_add, index_select, isin, masked_fill, masked_select, nonzero, scatter,
-                        searchsorted, take_along_dim, unique, where)
+                        scatter_add_ as scatter_add, searchsorted, take_along_dim, unique, where)
 from .ops.linear import bmm, dot, einsum, matmul, mm, mv, outer
 from .ops.reduce import (all_ as all, amax, amin, any_ as any, argmax, argmin, count_nonzero, cumsum, mean, norm, prod, std, sum, var)
 from .ops.shape import (broadcast_to, cat, chunk, clone, diagonal, flatten, flip, meshgrid, movedim, permute, repeat_interleave, reshape,
@@ -39,7 +39,6 @@ bool, int, long, short, float, double, half = (dtypes.bool_, dtypes.int32, dtype
                                                dtypes.float16)
 concat, concatenate, absolute, negative, multiply, subtract, divide = cat, cat, abs, neg, mul, sub, div
 ge, greater_equal, gt, greater, le, less_equal, lt, less, ne, not_equal = ge, ge, gt, gt, le, le, lt, lt, ne, ne
-scatter_add = ops.index.scatter_add_
 swapaxes = transpose
 newaxis = None
 

@@ -18,7 +18,9 @@ import sys
 import threading
 import weakref
 
-from .backend import array_module, check_one_device, owner, sum_to
+import numpy as np
+
+from .backend import array_module, check_one_device, owner, quiet, sum_to
 
 Tensor = None                                   # set by register_tensor: the engine imports nothing below itself
 
@@ -45,11 +47,15 @@ def is_grad_enabled():
 
 
 class set_grad_enabled:
-    """Switches recording on or off: at once and for good, or, as a `with` block, until the block ends."""
+    """Switches recording on or off: at once and for good; as a `with` block, until the block ends; as a decorator, inside."""
 
     def __init__(self, mode):
         self.mode, self.before = bool(mode), _mode.enabled
         _mode.enabled = self.mode
+
+    def __call__(self, function):
+        _mode.enabled = self.before             # it was meant for the function, not for here
+        return (enable_grad if self.mode else no_grad)()(function)
 
     def __enter__(self):
         _mode.enabled = self.mode
@@ -158,7 +164,8 @@ class Function:
         _check_inputs(cls.__name__, args, tensors)
         record = _mode.enabled
         node.needs = [record and isinstance(a, Tensor) and a.requires_grad for a in args]
-        out = node.forward(*arrays)
+        with np.errstate(all="ignore"):         # inf and NaN are results, as in PyTorch, and not warnings
+            out = node.forward(*arrays)
         if type(out) is not type(tensors[0].array):         # NumPy turns 0-d results into scalars
             out = _as_output(cls.__name__, out, tensors[0].array)
         version = _version_of(out, tensors)
@@ -261,6 +268,7 @@ def array_of(x):
 
 # --- the walk -----------------------------------------------------------------------------------------------------
 
+@quiet
 def backward(root, gradient=None, retain_graph=False):
     """Adds d(root · gradient)/d(leaf) to `.grad` of every leaf below `root`.
 

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-quiet = np.errstate(all="ignore")               # @quiet on a forward or backward: inf and NaN are results, as in PyTorch, no warnings
+quiet = np.errstate(all="ignore")               # a decorator: inf and NaN are results, as in PyTorch, and not warnings
 
 
 class device:

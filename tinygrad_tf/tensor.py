@@ -20,7 +20,7 @@ class Tensor:
     `version` counts in-place writes to the memory and is shared by all tensors that view it; `seen` is what this tensor
     knows of the recorded ones.
     """
-    __slots__ = ("array", "grad", "node", "requires_grad", "version", "seen", "hooks", "__weakref__")
+    __slots__ = ("array", "grad", "node", "_requires_grad", "version", "seen", "hooks", "__weakref__")
     __array_ufunc__ = None                      # so that np.float64(2) * tensor asks the tensor, not NumPy
     __hash__ = object.__hash__
 
@@ -31,7 +31,7 @@ class Tensor:
 
     def _set(self, array, node, version):
         self.array, self.node, self.version = array, node, version
-        self.seen, self.requires_grad = version.recorded, node is not None
+        self.seen, self._requires_grad = version.recorded, node is not None
         self.grad = self.hooks = None
 
     @classmethod
@@ -141,12 +141,21 @@ class Tensor:
         alias.version, alias.seen = self.version, None      # it has no history that could go out of date
         return alias
 
+    @property
+    def requires_grad(self):
+        """True where backward is to reach this tensor; assigning is `requires_grad_`."""
+        return self._requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad):
+        self.requires_grad_(requires_grad)
+
     def requires_grad_(self, requires_grad=True):
         if requires_grad and self.array.dtype.kind != "f":
             raise RuntimeError(f"requires_grad: only Tensors of floating point dtype can require gradients, got {self.dtype}")
         if not requires_grad and self.node is not None:
             raise RuntimeError("requires_grad: can only be switched off for leaf tensors; use .detach()")
-        self.requires_grad = bool(requires_grad)
+        self._requires_grad = bool(requires_grad)
         if requires_grad and self.node is None:
             self.version.leaf = weakref.ref(self)
         return self
@@ -176,14 +185,15 @@ class Tensor:
     # --- writing in place ---------------------------------------------------------------------------------------------
     def _write(self, op, *args, **kwargs):
         """This memory becomes op(self, …), and the history that of the result."""
-        leaf_in_graph = self.requires_grad and self.node is None and autograd.is_grad_enabled()
-        if leaf_in_graph:
+        recording = autograd.is_grad_enabled()
+        if recording and self.requires_grad and self.node is None:
             raise RuntimeError("a leaf Tensor that requires grad is being used in an in-place operation; "
                                "do it inside no_grad(), or on a .clone()")
         before = self
-        if autograd.is_grad_enabled():          # what the node saves must be the old numbers
+        if recording:
             self.check_history()
-            before = Tensor._wrap(self.array.copy(), self.node, Version())
+        if recording and any(isinstance(t, Tensor) and t.requires_grad for t in (self, *args)):
+            before = Tensor._wrap(self.array.copy(), self.node, Version())      # what the node saves must be the old numbers
         result = op(before, *args, **kwargs)
         if result.array.shape != self.array.shape:
             raise RuntimeError(f"in-place: output with shape {tuple(self.shape)} doesn't match the broadcast shape {tuple(result.shape)}")
@@ -196,8 +206,8 @@ class Tensor:
         self._store(result.array)
         if result.node is not None:
             self._adopt(result.node)
-        elif self.node is not None and autograd.is_grad_enabled():      # an operation without gradient: a constant from now on
-            self.node, self.requires_grad = None, False
+        elif self.node is not None and recording:        # an operation without gradient: a constant from now on
+            self.node, self._requires_grad = None, False
             self.version.recorded += 1
             self.seen = self.version.recorded
         return self
@@ -212,7 +222,7 @@ class Tensor:
     def _adopt(self, node):
         if self.node is not None and self.node.retained:        # retain_grad means this tensor as it is at the end
             node.retained, self.node.retained = self.node.retained, None
-        self.node, self.requires_grad = node, True
+        self.node, self._requires_grad = node, True
         self.version.recorded += 1
         self.seen = self.version.recorded
 

@@ -82,7 +82,6 @@ class Binary(Function):
 
     promote = staticmethod(promote)
 
-    @quiet
     def forward(self, a, b):
         a, b = self.promote(a, b)
         try:
@@ -123,7 +122,6 @@ class Mul(Binary):
         self.saved = (a if self.needs[1] else None), (b if self.needs[0] else None)
         return xp.multiply(a, b)
 
-    @quiet
     def backward(self, dy):
         a, b = self.saved
         return (dy * b if self.needs[0] else None,
@@ -140,7 +138,6 @@ class Div(Binary):
         self.saved = b, (y if self.needs[1] else None)
         return y
 
-    @quiet
     def backward(self, dy):
         b, y = self.saved
         da = dy / b
@@ -167,7 +164,6 @@ class Pow(Binary):
         self.saved = a, b, (y if self.needs[1] else None)
         return y
 
-    @quiet
     def backward(self, dy):
         a, b, y = self.saved
         xp = array_module(dy)
@@ -201,7 +197,6 @@ class Maximum(Binary):
         self.saved = a, b
         return xp.maximum(a, b)
 
-    @quiet
     def backward(self, dy):
         a, b = self.saved
         return dy * _share(a, b, dy.dtype), dy * _share(b, a, dy.dtype)
@@ -214,7 +209,6 @@ class Minimum(Binary):
         self.saved = a, b
         return xp.minimum(a, b)
 
-    @quiet
     def backward(self, dy):
         a, b = self.saved
         return dy * _share(b, a, dy.dtype), dy * _share(a, b, dy.dtype)
@@ -244,7 +238,6 @@ class Abs(Function):
         self.saved = x
         return abs(x)
 
-    @quiet
     def backward(self, dy):
         return dy * array_module(dy).sign(self.saved)
 
@@ -281,12 +274,10 @@ class Clamp(Function):
 class Exp(Function):
     """y = eˣ.    dx = dy · y"""
 
-    @quiet
     def forward(self, x):
         self.saved = y = array_module(x).exp(as_float(x))
         return y
 
-    @quiet
     def backward(self, dy):
         return dy * self.saved
 
@@ -294,12 +285,10 @@ class Exp(Function):
 class Log(Function):
     """y = ln x.    dx = dy / x"""
 
-    @quiet
     def forward(self, x):
         self.saved = x = as_float(x)
         return array_module(x).log(x)
 
-    @quiet
     def backward(self, dy):
         return dy / self.saved
 
@@ -307,12 +296,10 @@ class Log(Function):
 class Log1p(Function):
     """y = ln(1 + x), accurate near 0.    dx = dy / (1 + x)"""
 
-    @quiet
     def forward(self, x):
         self.saved = x = as_float(x)
         return array_module(x).log1p(x)
 
-    @quiet
     def backward(self, dy):
         return dy / (1 + self.saved)
 
@@ -320,12 +307,10 @@ class Log1p(Function):
 class Sqrt(Function):
     """y = √x.    dx = dy / 2y"""
 
-    @quiet
     def forward(self, x):
         self.saved = y = array_module(x).sqrt(as_float(x))
         return y
 
-    @quiet
     def backward(self, dy):
         return dy / (2 * self.saved)
 
@@ -333,12 +318,10 @@ class Sqrt(Function):
 class Rsqrt(Function):
     """y = 1/√x.    dx = −dy · y³ / 2"""
 
-    @quiet
     def forward(self, x):
         self.saved = y = 1 / array_module(x).sqrt(as_float(x))
         return y
 
-    @quiet
     def backward(self, dy):
         y = self.saved
         return dy * (-0.5 * y * y * y)
@@ -351,7 +334,6 @@ class Tanh(Function):
         self.saved = y = array_module(x).tanh(as_float(x))
         return y
 
-    @quiet
     def backward(self, dy):
         y = self.saved
         return dy * (1 - y * y)
@@ -365,7 +347,6 @@ class Sigmoid(Function):
         self.saved = y = 0.5 * xp.tanh(0.5 * as_float(x)) + 0.5
         return y
 
-    @quiet
     def backward(self, dy):
         y = self.saved
         return dy * y * (1 - y)
@@ -374,12 +355,10 @@ class Sigmoid(Function):
 class Sin(Function):
     """y = sin x.    dx = dy · cos x"""
 
-    @quiet
     def forward(self, x):
         self.saved = x = as_float(x)
         return array_module(x).sin(x)
 
-    @quiet
     def backward(self, dy):
         return dy * array_module(dy).cos(self.saved)
 
@@ -387,12 +366,10 @@ class Sin(Function):
 class Cos(Function):
     """y = cos x.    dx = −dy · sin x"""
 
-    @quiet
     def forward(self, x):
         self.saved = x = as_float(x)
         return array_module(x).cos(x)
 
-    @quiet
     def backward(self, dy):
         return dy * -array_module(dy).sin(self.saved)
 
@@ -400,7 +377,6 @@ class Cos(Function):
 class Cast(Function):
     """y = x in another dtype.    dx = dy, which the engine casts back"""
 
-    @quiet
     def forward(self, x, dtype):
         return x.astype(dtype)
 
@@ -539,7 +515,6 @@ class Remainder(Binary):
         self.saved = a, b
         return xp.remainder(a, b)
 
-    @quiet
     def backward(self, dy):
         a, b = self.saved
         return dy, -dy * array_module(dy).floor_divide(a, b) if self.needs[1] else None

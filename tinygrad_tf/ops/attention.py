@@ -21,7 +21,7 @@ class Attention(Function):
 
     dp = keep · (dout vᵀ),  dz = p · (dp − Σ_k dp · p),   dq = s · dz k,  dk = s · dzᵀ q,  dv = (p · keep)ᵀ dout,  dbias = dz
     """
-    @np.errstate(invalid="ignore", over="ignore")
+
     def forward(self, q, k, v, bias, keep, scale):
         dtype, (q, k, v) = q.dtype, map(at_least_float32, (q, k, v))
         bias = None if bias is None else at_least_float32(bias)
@@ -33,7 +33,6 @@ class Attention(Function):
             out = _product(kept, v, _blocked(bias, p))
         return out.astype(dtype, copy=False)
 
-    @np.errstate(invalid="ignore", over="ignore")
     def backward(self, dout):
         return _without_leaks(self._gradients, at_least_float32(dout), *self.saved[3:5])
 
@@ -54,7 +53,7 @@ class AttentionWeights(Function):
 
     dz = p · (dp − Σ_k dp · p),   dq = s · dz k,  dk = s · dzᵀ q,  dbias = dz
     """
-    @np.errstate(invalid="ignore", over="ignore")
+
     def forward(self, q, k, bias, scale):
         dtype, (q, k) = q.dtype, map(at_least_float32, (q, k))
         bias = None if bias is None else at_least_float32(bias)
@@ -62,7 +61,6 @@ class AttentionWeights(Function):
         self.saved, self.scale = (q, k, p, bias), scale
         return p.astype(dtype, copy=False)
 
-    @np.errstate(invalid="ignore", over="ignore")
     def backward(self, dp):
         q, k, p, bias = self.saved
         return _without_leaks(lambda dp, blocked: score_gradients(dp.copy(), q, k, p, blocked, self.scale, self.needs),

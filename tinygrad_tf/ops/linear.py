@@ -2,7 +2,7 @@
 import numpy as np
 
 from ..autograd import Function, array_of
-from ..backend import array_module, as_rows, quiet, sum_rows
+from ..backend import array_module, as_rows, sum_rows
 
 
 def _shape_error(op, a, b, why):
@@ -15,7 +15,6 @@ class Matmul(Function):
     da = dy bᵀ,  db = aᵀ dy; the engine sums over the axes that were broadcast.
     """
 
-    @quiet
     def forward(self, a, b):
         if a.dtype != b.dtype:
             raise RuntimeError(f"matmul: both operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to(dtype)")
@@ -29,7 +28,6 @@ class Matmul(Function):
         except ValueError:
             raise _shape_error("matmul", a, b, "the leading (batch) axes do not broadcast") from None
 
-    @quiet
     def backward(self, dy):
         a, b = self.saved
         da = product(dy, b.swapaxes(-1, -2)) if self.needs[0] else None
@@ -46,7 +44,6 @@ class Linear(Function):
     dx = dy W,  dW = dyᵀ x,  db = Σ dy, with all leading axes flattened into one: a single GEMM each.
     """
 
-    @quiet
     def forward(self, x, w, b):
         rows = as_rows(x)
         self.saved = (rows if self.needs[1] else None), (w if self.needs[0] else None)
@@ -55,7 +52,6 @@ class Linear(Function):
             y += b
         return y.reshape(*x.shape[:-1], w.shape[0])
 
-    @quiet
     def backward(self, dy):
         x, w = self.saved
         rows = as_rows(dy)
@@ -136,13 +132,11 @@ class Einsum(Function):
     A letter that occurs in one operand alone and not in the result was summed over: its gradient is repeated along it.
     """
 
-    @quiet
     def forward(self, equation, *xs):
         self.inputs_letters, self.output = equation
         self.saved = xs
         return array_module(*xs).einsum(",".join(self.inputs_letters) + "->" + self.output, *xs, optimize=len(xs) > 2)
 
-    @quiet
     def backward(self, dy):
         return None, *(self._gradient(i, dy) if self.needs[i + 1] else None for i in range(len(self.saved)))
 

@@ -1,8 +1,6 @@
 """Losses. Each takes `reduction` "mean", "sum" or "none", and scores, not probabilities, where its name does not say otherwise."""
 import warnings
 
-import numpy as np
-
 from ..autograd import Function, array_of
 from ..backend import array_module, at_least_float32
 from ._rows import max_along, require_float, sum_along
@@ -21,7 +19,7 @@ class CrossEntropy(Function):
 
     dx_c = a · (p_c − [c = t]) + s · (p_c · Σ w − w_c),   a = (1 − ε) · w_t · dloss_i,  s = ε/C · dloss_i       (guide 9.9)
     """
-    @np.errstate(invalid="ignore", divide="ignore")
+
     def forward(self, x, target, w, ignore_index, reduction, smoothing):
         xp, rows = array_module(x), class_rows(at_least_float32(x))
         t, counted = check_targets("cross_entropy", target, rows.shape[1], ignore_index)
@@ -41,7 +39,6 @@ class CrossEntropy(Function):
         self.x_shape, self.reduction, self.smoothing = x.shape, reduction, smoothing
         return reduce_rows(xp.where(counted, loss, 0), target.shape, count, reduction).astype(x.dtype, copy=False)
 
-    @np.errstate(invalid="ignore", divide="ignore")
     def backward(self, dy):
         p, t, counted, w, w_t, count = self.saved
         xp = array_module(p)
@@ -61,7 +58,7 @@ class NLLLoss(Function):
 
     dx_c = −w_t · dloss_i where c = t, else 0.       mean = Σ loss_i / Σ w_t over the rows that count
     """
-    @np.errstate(invalid="ignore", divide="ignore")
+
     def forward(self, x, target, w, ignore_index, reduction):
         xp, rows = array_module(x), class_rows(at_least_float32(x))
         t, counted = check_targets("nll_loss", target, rows.shape[1], ignore_index)
@@ -72,7 +69,6 @@ class NLLLoss(Function):
         loss = xp.where(counted, -w_t * rows[xp.arange(len(t)), t], 0)
         return reduce_rows(loss, target.shape, count, reduction).astype(x.dtype, copy=False)
 
-    @np.errstate(invalid="ignore", divide="ignore")
     def backward(self, dy):
         t, counted, w_t, count = self.saved
         xp = array_module(w_t)

@@ -17,7 +17,7 @@ class LayerNorm(Function):
 
     σ² is the mean of (x − μ)²: as mean(x²) − μ² it would cancel to nothing, or less, beside a large mean.
     """
-    @np.errstate(invalid="ignore", divide="ignore")
+
     def forward(self, x, w, b, shape, eps):
         xp, x32 = array_module(x), as_rows(at_least_float32(require_float("layer_norm", x)), shape)
         size = x32.shape[1]
@@ -30,7 +30,6 @@ class LayerNorm(Function):
         self.saved, self.normalized = (x_hat, r, w), shape
         return y.astype(x.dtype, copy=False).reshape(x.shape)
 
-    @np.errstate(invalid="ignore")
     def backward(self, dy):
         x_hat, r, w = self.saved
         rows = as_rows(at_least_float32(dy), self.normalized)
@@ -53,7 +52,7 @@ class RMSNorm(Function):
 
     dx = r · (g − x̂ · mean(g · x̂)),  g = dy · w,    dw = dy · x̂       (guide 10.2)
     """
-    @np.errstate(invalid="ignore", divide="ignore")
+
     def forward(self, x, w, shape, eps):
         xp, x32 = array_module(x), as_rows(at_least_float32(require_float("rms_norm", x)), shape)
         r = 1 / xp.sqrt(dot_along(x32, x32, -1) / x32.shape[1] + eps)
@@ -62,7 +61,6 @@ class RMSNorm(Function):
         y = x_hat if w is None else x_hat * w.reshape(-1)
         return y.astype(x.dtype, copy=False).reshape(x.shape)
 
-    @np.errstate(invalid="ignore")
     def backward(self, dy):
         x_hat, r, w = self.saved
         rows = as_rows(at_least_float32(dy), self.normalized)

@@ -5,7 +5,7 @@ import operator
 import numpy as np
 
 from ..autograd import Function, array_of, constant
-from ..backend import array_module, quiet
+from ..backend import array_module
 from ..dtypes import numpy_dtype
 from .arithmetic import cast
 
@@ -46,7 +46,6 @@ def count(shape, dims):
 class Sum(Function):
     """y = Σ x    dx = dy for every element"""
 
-    @quiet
     def forward(self, x, dims, keepdim, dtype):
         self.x_shape, self.dims = x.shape, dims
         return x.sum(axis=dims, keepdims=keepdim, dtype=dtype)
@@ -58,14 +57,12 @@ class Sum(Function):
 class Mean(Function):
     """y = Σ x / n.    dx = dy / n for every element"""
 
-    @quiet
     def forward(self, x, dims, keepdim):
         if x.dtype.kind != "f":
             raise RuntimeError(f"mean: the mean of {x.dtype} has no float result type; call .float() first or pass dtype=")
         self.x_shape, self.dims = x.shape, dims
         return x.sum(axis=dims, keepdims=keepdim) / x.dtype.type(count(x.shape, dims))
 
-    @quiet
     def backward(self, dy):
         xp = array_module(dy)
         dy = keep(dy, self.x_shape, self.dims) / dy.dtype.type(count(self.x_shape, self.dims) or 1)
@@ -75,12 +72,10 @@ class Mean(Function):
 class Prod(Function):
     """y = Π x.    dx_i = dy · Π_{j≠i} x_j, as products from the left and from the right: y / x would be 0/0 at a zero"""
 
-    @quiet
     def forward(self, x, dim, keepdim, dtype):
         self.saved, self.dim = x, dim
         return x.prod(axis=dim, keepdims=keepdim, dtype=dtype)
 
-    @quiet
     def backward(self, dy):
         x, dim = self.saved, self.dim
         xp = array_module(x)
@@ -99,7 +94,6 @@ class Amax(Function):
         self.saved, self.dims = (x, y), dims
         return y
 
-    @quiet
     def backward(self, dy):
         x, y = self.saved
         return _share_among_equals(x, y, dy, self.dims)
@@ -113,7 +107,6 @@ class Amin(Function):
         self.saved, self.dims = (x, y), dims
         return y
 
-    @quiet
     def backward(self, dy):
         x, y = self.saved
         return _share_among_equals(x, y, dy, self.dims)
@@ -128,13 +121,11 @@ def _share_among_equals(x, y, dy, dims):
 class Var(Function):
     """y = Σ (x − x̄)² / (n − correction).    dx = dy · 2 (x − x̄) / (n − correction)"""
 
-    @quiet
     def forward(self, x, dims, keepdim, correction):
         self.dims, self.divisor = dims, max(count(x.shape, dims) - correction, 0)
         self.saved = centred = x - x.sum(axis=dims, keepdims=True) / x.dtype.type(count(x.shape, dims))
         return (centred * centred).sum(axis=dims, keepdims=keepdim) / x.dtype.type(self.divisor)
 
-    @quiet
     def backward(self, dy):
         centred = self.saved
         return keep(dy, centred.shape, self.dims) * (2 / dy.dtype.type(self.divisor)) * centred
@@ -143,7 +134,6 @@ class Var(Function):
 class Norm(Function):
     """y = (Σ |x|^p)^(1/p); p = inf is max |x|, p = 0 counts non-zeros.    dx = dy · sign(x) · (|x| / y)^(p−1), 0 where y = 0"""
 
-    @quiet
     def forward(self, x, p, dims, keepdim):
         xp = array_module(x)
         size = abs(x)
@@ -160,7 +150,6 @@ class Norm(Function):
         self.saved, self.p, self.dims = (x, y), p, dims
         return y if keepdim else y.reshape([n for i, n in enumerate(x.shape) if i not in dims])
 
-    @quiet
     def backward(self, dy):
         x, y = self.saved
         xp, p = array_module(x), self.p
@@ -178,12 +167,10 @@ class Norm(Function):
 class Cumsum(Function):
     """y_i = Σ_{j≤i} x_j    dx_j = Σ_{i≥j} dy_i"""
 
-    @quiet
     def forward(self, x, dim, dtype):
         self.dim = dim
         return x.cumsum(axis=dim, dtype=dtype) if x.ndim else x.astype(dtype)
 
-    @quiet
     def backward(self, dy):
         xp, dim = array_module(dy), self.dim
         if dy.ndim == 0:
