@@ -13,7 +13,7 @@ import numpy as np
 import tinygrad_tf
 from tinygrad_tf import manual_seed, tensor
 from tinygrad_tf.autograd import Function
-from tinygrad_tf.ops import activation, arithmetic, attention, dropout, embedding, index, linear, loss, norm, reduce, shape, softmax
+from tinygrad_tf.ops import activation, arithmetic, attention, dropout, embedding, index, linear, loss, norm, reduce, rotary, shape, softmax
 from tinygrad_tf.tensor import ToDevice
 
 
@@ -265,6 +265,10 @@ for function in (shape.tril, shape.triu):
     case("Triangle", function, normal(1, 1), note=f"{name}, one element")
     case("Triangle", function, normal(0, 3), note=f"{name}, no element")
 
+case("Diagonal", lambda x: shape.diagonal(x), normal(3, 4))
+case("Diagonal", lambda x: shape.diagonal(x, -1, 0, 2), normal(3, 2, 4), note="offset -1 of axes 0 and 2")
+case("Diagonal", lambda x: shape.diagonal(x), normal(1, 1), note="one element")
+case("Diagonal", lambda x: shape.diagonal(x), normal(0, 2), note="no element")
 case("Flip", lambda x: shape.flip(x, 0), normal(3, 4), note="dim 0")
 case("Flip", lambda x: shape.flip(x, (1, -1)), normal(2, 3, 4), note="dims 1, -1")
 case("Flip", lambda x: shape.flip(x, 0), normal(1))
@@ -508,7 +512,7 @@ for op, function, values in [("Attention", attend, True), ("AttentionWeights", a
          booleans([[[[True, True, False]]], [[[False, True, True]]]]), note="padding")
     case(op, function, *three, normal(3, 3), note="float mask with gradient")
     case(op, function, *with_values((2, 2, 3, 2), (2, 2, 3, 2), (2, 2, 3, 2)), normal(2, 1, 3), note="float mask broadcast")
-    case(op, function, *three, normal(2, 3, 3), note="float mask with more axes than the scores")
+    case(op, function, *with_values((2, 2, 3, 2), (2, 3, 2), (2, 3, 2)), normal(2, 1, 3, 3), note="float mask with more axes than the keys")
     case(op, function, *three, constant(np.where(SEES, 0.0, -np.inf)), note="float mask of −inf")
     case(op, lambda *x, f=function: f(*x, enable_gqa=True), *with_values((4, 3, 2), (2, 3, 2), (2, 3, 2)), note="grouped heads")
     case(op, function, *with_values((1, 1), (1, 1), (1, 1)), note="one element")
@@ -518,3 +522,31 @@ case("Attention", seeded(lambda q, k, v: attend(q, k, v, dropout_p=0.4)), normal
 case("Attention", seeded(lambda q, k, v: attend(q, k, v, dropout_p=0.4, is_causal=True)), normal(4, 2), normal(4, 2), normal(4, 2),
      note="causal, dropout")
 case("Attention", lambda x: attend(x, x, x), normal(3, 2), note="one tensor three times")
+
+
+# --- squared activation ---------------------------------------------------------------------------------------------
+
+for size in [(3, 4), (2, 1, 3), (1,), (), (0,), (2, 0)]:
+    case("ReluSquared", activation.relu_squared, away(*size))
+case("ReluSquared", activation.relu_squared, FAR)
+
+
+# --- rotary ---------------------------------------------------------------------------------------------------------
+
+def turned(layout):
+    """RoPE by any angles: cos and sin of a constant input [..., T, R/2]."""
+    return lambda x, angles: rotary.rotary(x, angles.detach().cos(), angles.detach().sin() * 1.5, layout)
+
+
+def angles(*size):
+    return constant(0.4 + 0.7 * np.arange(math.prod(size)).reshape(size))
+
+
+for layout in rotary.LAYOUTS:
+    case("Rotary", turned(layout), normal(3, 4), angles(3, 2), note=f"{layout}, [T, Dh]")
+    case("Rotary", turned(layout), normal(2, 2, 3, 4), angles(3, 2), note=f"{layout}, [B, H, T, Dh]")
+    case("Rotary", turned(layout), normal(2, 2, 3, 4), angles(2, 1, 3, 2), note=f"{layout}, positions of each row")
+    case("Rotary", turned(layout), normal(2, 3, 7), angles(3, 2), note=f"{layout}, a part of the head")
+    case("Rotary", turned(layout), normal(4, 4), angles(4, 2), note=f"{layout}, square")
+    case("Rotary", turned(layout), normal(1), angles(0), note=f"{layout}, one element, not turned")
+    case("Rotary", turned(layout), normal(0, 4), angles(0, 2), note=f"{layout}, no element")

@@ -250,6 +250,12 @@ def _(node, dy, keeps):
     return dy * (gate + x * gate * (1 - gate) * keeps("the slope of the gate"))
 
 
+@formula("ReluSquared", "the factor 2", "the limit")
+def _(node, dy, keeps):
+    x, *_ = node.args
+    return dy * (2 if keeps("the factor 2") else 1) * (np.maximum(x, 0) if keeps("the limit") else x)
+
+
 @formula("Softplus", "the gate")
 def _(node, dy, keeps):
     return dy / (1 + np.exp(-node.args[0])) if keeps("the gate") else dy
@@ -484,3 +490,16 @@ def _(node, dy, keeps):
     if not keeps("the sum over leading axes"):
         rows, drows = rows[:1], drows[:1]
     return dy @ w, drows.T @ rows, None if b is None else drows.sum(0)
+
+
+@formula("Rotary", "the turn back", "the cosine", "the features that are not turned", "the layout")
+def _(node, dy, keeps):
+    x, cos, sin, layout, *_ = node.args
+    half = cos.shape[-1]
+    sin = -sin if keeps("the turn back") else sin
+    pairs = [(i, i + half) if (layout == "half_split") == bool(keeps("the layout")) else (2 * i, 2 * i + 1) for i in range(half)]
+    dx = dy * 1.0 if keeps("the features that are not turned") else np.zeros_like(dy)
+    for i, (a, b) in enumerate(pairs):
+        c, s = cos[..., i] if keeps("the cosine") else 1.0, sin[..., i]
+        dx[..., a], dx[..., b] = dy[..., a] * c - dy[..., b] * s, dy[..., a] * s + dy[..., b] * c
+    return dx

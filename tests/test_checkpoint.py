@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 import runs
 from safetensors.numpy import save_file
 
+from tinygrad_tf import serialization as module
+from tinygrad_tf.data import CorpusError
 from tinygrad_tf.training import CheckpointError, Trainer, load_checkpoint, save_checkpoint
-from tinygrad_tf.training import checkpoint as module
+from tinygrad_tf.training import trainer as training
 from tinygrad_tf.training.trainer import load_model
 
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX processes")
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "step": np.array(3.0, np.float32), "state": np.arange(9, dtype=np.uint8),
           "table": np.array([[1.0, np.nan]]), "empty": np.zeros((0, 5), np.float64), "turned": np.arange(6).reshape(2, 3).T}
 STATE = {"step": 7, "text": "é\n\ud800", "big": 2**127, "third": 1 / 3, "nothing": None}
@@ -92,13 +96,28 @@ def test_a_file_size_limit_leaves_the_old_file(path):
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_half_a_file_of_a_killed_process_is_cleared_away(tmp_path):
-    trainer = runs.trainer(tmp_path, steps=2)
-    trainer.folder.mkdir()
-    (trainer.folder / ".checkpoint.safetensors.1234.tmp").write_bytes(b"half")
-    (trainer.folder / "notes.tmp").write_text("mine")
+def pid_of_a_dead_process():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@posix
+def test_only_half_a_file_of_a_killed_process_is_cleared_away(tmp_path):
+    """Our own names with the id of a process that is no more; every other file, folder and link is somebody's."""
+    trainer, dead, folder = runs.trainer(tmp_path, steps=2), pid_of_a_dead_process(), tmp_path / "run"
+    kept = [".notes.tmp", "notes.tmp", ".checkpoint.safetensors.tmp", f".other.txt.{dead}.tmp", f"checkpoint.safetensors.{dead}.tmp",
+            f".checkpoint.safetensors.{dead}.tmp.txt", f".checkpointXsafetensors.{dead}.tmp", f".sample.txt.{os.getppid()}.tmp",
+            f".metrics.csv.{dead}.unfinished", ".loss.png.x.tmp", f".loss.png.-{dead}.tmp"]
+    cleared = [f".{name}.{dead}.tmp" for name in ("checkpoint.safetensors", "metrics.csv", "loss.png")] + [f".sample.txt.{2**70}.tmp"]
+    folder.mkdir()
+    for name in kept + cleared:
+        (folder / name).write_text("precious")
+    for name in ".x.tmp", f".sample.txt.{dead}.tmp":
+        (folder / name).mkdir()
     trainer.run()
-    assert sorted(os.listdir(trainer.folder)) == ["checkpoint.safetensors", "metrics.csv", "notes.tmp"]
+    assert sorted(os.listdir(folder)) == sorted([*kept, ".x.tmp", f".sample.txt.{dead}.tmp", "checkpoint.safetensors", "metrics.csv"])
+    assert all((folder / name).read_text() == "precious" for name in kept)
 
 
 # --- reading what is damaged or foreign -----------------------------------------------------------------------------------
@@ -140,7 +159,10 @@ def test_garbage_is_refused(path):
 
 
 def test_a_foreign_file_is_refused(path):
-    for metadata in None, {"format": "pt"}, {"tinygrad_tf": "null"}, {"tinygrad_tf": "[1]"}, {"tinygrad_tf": "{"}, {"tinygrad_tf": "{}"}:
+    for text in "null", "[1]", "{", "{}", "[" * 100_000, '{"format":' * 100_000, "1" * 5000:
+        save_file({"w": np.zeros(3)}, path, metadata={"tinygrad_tf": text})
+        refused(path, "no checkpoint of tinygrad_tf")
+    for metadata in None, {"format": "pt"}:
         save_file({"w": np.zeros(3)}, path, metadata=metadata)
         refused(path, "no checkpoint of tinygrad_tf")
 
@@ -157,6 +179,114 @@ def test_a_checkpoint_without_its_digest_is_refused(path):
 
 # --- checkpoints that are whole, but not what a run needs -------------------------------------------------------------------
 
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    """(tensors, state) of a run that has made 1 of 2 steps; read only."""
+    trainer = runs.trainer(tmp_path_factory.mktemp("half"), steps=2)
+    trainer.run(should_stop=lambda: True)
+    return load_checkpoint(trainer.folder / "checkpoint.safetensors")
+
+
+@pytest.fixture
+def resumed(contents, tmp_path, monkeypatch):
+    """resumed(tensors=…, state=…): Trainer.resume of a checkpoint that holds these, or None where it is refused with one sentence."""
+    def resume(tensors=contents[0], state=contents[1]):
+        monkeypatch.setattr(training, "load_checkpoint", lambda _: (dict(tensors), json.loads(json.dumps(state))))
+        try:
+            return Trainer.resume(tmp_path)
+        except (CheckpointError, CorpusError) as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
+            return None
+    assert resume().step == 1
+    return resume
+
+
+def leaves(tree, path=()):
+    """(path, value) of every value of nested dicts and lists, they themselves included."""
+    yield path, tree
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, (*path, key))
+
+
+def replaced(tree, path, value):
+    if not path:
+        return value
+    copy = tree.copy()
+    copy[path[0]] = replaced(tree[path[0]], path[1:], value)
+    return copy
+
+
+HOSTILE = [None, "x", -1, 0, 1.5, float("nan"), float("inf"), 10**30, 10**400, True, [], ["x"], {}, {"x": 1}]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: str(value)[:9])
+def test_no_value_of_the_record_can_be_replaced(resumed, contents, value):
+    """Each one, by each of these: refused, or a setting of the run that is as good as the other, with which it goes on."""
+    free = {"clip", "seed", "dropout", "steps", "eval_every"}           # of the configuration: nothing that is stored at step 1 follows
+    for path, original in leaves(contents[1]):
+        if not path or path == ("format",) or value == original:
+            continue
+        trainer = resumed(state=replaced(contents[1], path, value))
+        if trainer is not None:
+            assert path[0] == "config" and path[1] in free or path[:2] == ("sampler", "rng"), (path, value)
+            assert trainer.step == 1 and np.isfinite(trainer.train_step()).all()
+
+
+TWISTS = {
+    "gone": lambda a: None,
+    "integers": lambda a: np.nan_to_num(a).astype(np.int64),
+    "booleans": lambda a: a.astype(bool),
+    "no elements": lambda a: a.reshape(-1)[:0],
+    "one axis more": lambda a: a[None],
+    "twice": lambda a: np.concatenate([a.reshape(-1)] * 2),
+    "NaN": lambda a: np.full_like(a, np.nan) if a.dtype.kind == "f" else None,
+    "infinite": lambda a: np.full_like(a, np.inf) if a.dtype.kind == "f" else None,
+    "negative": lambda a: -1 - np.abs(a) if a.dtype.kind == "f" else None,
+}
+
+
+@pytest.mark.parametrize("twist", TWISTS.values(), ids=TWISTS)
+def test_no_tensor_can_be_replaced(resumed, contents, twist):
+    for name, array in contents[0].items():
+        twisted = twist(array)
+        rest = {other: a for other, a in contents[0].items() if other != name}
+        trainer = resumed(tensors=rest if twisted is None else {**rest, name: twisted})
+        if trainer is not None:                         # of either sign, and squares of huge gradients do overflow
+            allowed = ("exp_avg_sq",) if twist is TWISTS["infinite"] else ("exp_avg", "weight", "bias")
+            assert name.endswith(allowed) and twist in (TWISTS["infinite"], TWISTS["negative"]), name
+            assert np.isfinite(trainer.train_step()).all()
+
+
+def test_the_step_is_the_one_of_everything_else(resumed, contents):
+    for step in 0, 2, 3, 10**9:
+        assert resumed(state={**contents[1], "step": step}) is None
+
+
+def test_the_alphabet_is_the_one_of_the_text(resumed, contents):
+    """Another of the same size would give every id another meaning."""
+    tokenizer = contents[1]["tokenizer"]
+    other = "".join(sorted(set(tokenizer["characters"]) - {"a"} | {"q"}))
+    assert len(other) == len(tokenizer["characters"])
+    assert resumed(state={**contents[1], "tokenizer": {**tokenizer, "characters": other}}) is None
+
+
+@pytest.mark.parametrize("sizes", [{"dim": 2**20}, {"context": 2**40}, {"layers": 10**7}, {"heads": 16}, {"dim": 32, "heads": 2}], ids=str)
+@pytest.mark.parametrize("load", [Trainer.resume, load_model], ids=["resume", "load_model"])
+def test_sizes_are_compared_before_memory_is_taken(run, sizes, load):
+    rewrite(run, change_config(**sizes))
+    tracemalloc.start()
+    try:
+        if "heads" in sizes and len(sizes) == 1:        # has no size of its own: 16 heads of 1 channel have the same weights
+            load(run)
+        else:
+            with pytest.raises(CheckpointError, match="as the configuration says|the number of blocks"):
+                load(run)
+        assert tracemalloc.get_traced_memory()[1] < 4e6
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.fixture
 def run(tmp_path):
     trainer = runs.trainer(tmp_path, steps=2)
@@ -169,6 +299,10 @@ def rewrite(folder, change):
     tensors, state = load_checkpoint(folder / "checkpoint.safetensors")
     change(tensors, state)
     save_checkpoint(folder / "checkpoint.safetensors", tensors, state)
+
+
+def twisted(tensors, beginning, twist):
+    return {name: twist(a) for name, a in tensors.items() if name.startswith(beginning)}
 
 
 def change_config(**values):
@@ -185,6 +319,14 @@ CHANGES = {
     "an unknown setting": change_config(depth=3),
     "no setting": lambda tensors, state: state["config"].pop("dim"),
     "no configuration": lambda tensors, state: state.pop("config"),
+    "a learning rate beyond all floats": change_config(lr=10**400),
+    "weights that are integers": lambda tensors, state: tensors.update(twisted(tensors, "model.", TWISTS["integers"])),
+    "weights that are NaN": lambda tensors, state: tensors.update(twisted(tensors, "model.embedding.token", TWISTS["NaN"])),
+    "a weight that is infinite": lambda tensors, state: tensors["model.final_norm.bias"].__setitem__(3, np.inf),
+    "sources that are a number": lambda tensors, state: state.update(sources=5),
+    "sources that are numbers": lambda tensors, state: state.update(sources=[5]),
+    "no sources at all": lambda tensors, state: state.update(sources=[]),
+    "sources that are a text": lambda tensors, state: state.update(sources="text.txt"),
 }
 CHANGES_OF_THE_TOKENIZER = {
     "no tokenizer": lambda tensors, state: state.pop("tokenizer"),

@@ -1,4 +1,5 @@
 """The program as its users meet it, in a process of its own: every wrong input is one sentence and exit status 2."""
+import functools
 import os
 import random
 import re
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import runs
+from safetensors.numpy import save_file
 
 from tinygrad_tf import cli
 from tinygrad_tf.data import SHAKESPEARE_COMMAND
-from tinygrad_tf.training import Trainer, load_checkpoint
+from tinygrad_tf.training import Trainer, load_checkpoint, save_checkpoint
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and streams")
 TRAIN = ["train", "--text", "text.txt", *runs.TINY_FLAGS, "--steps", "6", "--eval-every", "3"]
@@ -221,6 +224,47 @@ def test_a_damaged_checkpoint(trained, tmp_path, refused):
         refused(tmp_path, [*arguments, "."], "damaged", "SHA-256")
 
 
+EDITS = {
+    "a step that is a word": lambda tensors, state: state.update(step="abc"),
+    "a huge epoch": lambda tensors, state: state["scheduler"].update(last_epoch=10**400),
+    "amsgrad": lambda tensors, state: state["optimizer"]["param_groups"][0].update(amsgrad=True),
+    "a moment before the first step": lambda tensors, state: tensors.update({"optimizer.0.step": np.array(-1, np.float32)}),
+}
+EDITS_OF_THE_MODEL = {
+    "sources that are a number": lambda tensors, state: state.update(sources=5),
+    "sources that are numbers": lambda tensors, state: state.update(sources=[5]),
+    "a huge model": lambda tensors, state: state["config"].update(dim=2**20),
+    "NaN": lambda tensors, state: tensors["model.final_norm.weight"].fill(np.nan),
+    "a deep record": lambda tensors, state: state.update(sources=functools.reduce(lambda inner, _: [inner], range(400), "text.txt")),
+}
+
+
+@pytest.mark.parametrize("edit", [*EDITS.values(), *EDITS_OF_THE_MODEL.values()], ids=[*EDITS, *EDITS_OF_THE_MODEL])
+def test_an_edited_checkpoint(trained, tmp_path, refused, edit):
+    """Whole in itself, its SHA-256 included, and still no run of this program."""
+    tensors, state = load_checkpoint(trained / "runs/minigpt/checkpoint.safetensors")
+    edit(tensors, state)
+    save_checkpoint(tmp_path / "checkpoint.safetensors", tensors, state)
+    commands = [["train", "--resume"]] + [["generate", "--run"], ["evaluate", "--run"]] * (edit in EDITS_OF_THE_MODEL.values())
+    for command in commands:
+        refused(tmp_path, [*command, "."], "does not fit this version")
+
+
+@pytest.mark.parametrize("rows", [[], [[2.0, np.nan, np.nan, np.nan, 1.0]]], ids=["no metrics", "an early loss only"])
+def test_a_complete_run_without_metrics_is_evaluated(trained, tmp_path, monkeypatch, capsys, rows):
+    tensors, state = load_checkpoint(trained / "runs/minigpt/checkpoint.safetensors")
+    save_checkpoint(tmp_path / "checkpoint.safetensors", {**tensors, "metrics": np.array(rows, float).reshape(-1, 5)}, state)
+    status, out, error = inside(tmp_path, "train", "--resume", ".", monkeypatch=monkeypatch, capsys=capsys)
+    line = re.search("MiniGPT, validation.*", (trained / "stdout").read_text())[0]
+    assert status == 0 and line in out and "Traceback" not in error
+
+
+def test_a_checkpoint_of_brackets(trained, tmp_path, refused):
+    save_file({"w": np.zeros(3)}, tmp_path / "checkpoint.safetensors", metadata={"tinygrad_tf": "[" * 100_000})
+    for arguments in ["generate", "--run"], ["evaluate", "--run"], ["train", "--resume"]:
+        refused(tmp_path, [*arguments, "."], "no checkpoint of tinygrad_tf")
+
+
 def test_another_text_on_resume(folder, refused, monkeypatch, capsys):
     inside(folder, *TRAIN, monkeypatch=monkeypatch, capsys=capsys)
     (folder / "text.txt").write_text("something else entirely, " * 50)
@@ -371,6 +415,28 @@ def test_a_process_killed_at_any_moment_can_be_resumed(folder, uninterrupted):
     assert kills > 0
     assert_same_run(folder / "run", uninterrupted, folder)
     assert not list((folder / "run").glob(".*"))
+
+
+@posix
+def test_a_second_process_in_the_folder_is_refused(folder, uninterrupted, refused):
+    """While the first trains; it notices nothing, and what lay in the folder lies there still."""
+    (folder / "run").mkdir()
+    (folder / "run/.notes.tmp").write_text("precious")
+    process = started(folder, *LONG, "--out", "run")
+    wait_for_line(process, b"step ")
+    process.send_signal(signal.SIGSTOP)
+    try:
+        refused(folder, ["train", "--resume", "run"], "run: another process trains in this folder")
+        refused(folder, [*LONG, "--out", "run"], "already holds a run")
+        (folder / "run/checkpoint.safetensors").rename(folder / "aside")
+        status = runs.command(*LONG, "--out", "run", cwd=folder)
+        runs.assert_one_sentence(status, "run: another process trains in this folder")
+        (folder / "aside").rename(folder / "run/checkpoint.safetensors")
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60)[1] == b"" and process.returncode == 0
+    assert (folder / "run/.notes.tmp").read_text() == "precious"
+    assert_same_run(folder / "run", uninterrupted, folder)
 
 
 @posix

@@ -45,6 +45,32 @@ def test_batches_are_copies():
         assert not np.shares_memory(inputs, targets) and not np.shares_memory(inputs, ids)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_a_caller_who_changes_the_ids_later_changes_no_batch(dtype):
+    ids = np.arange(100).astype(dtype)
+    sampler, ordered = BatchSampler(ids, 8, 5, seed=1), evaluation_batches(ids, 8, 5)
+    expected = draw(BatchSampler(ids.copy(), 8, 5, seed=1), 2), list(evaluation_batches(ids.copy(), 8, 5))
+    ids[:] = 0
+    assert_same(draw(sampler, 2), expected[0])
+    for (inputs, targets), (others, other_targets) in zip(ordered, expected[1], strict=True):
+        assert (inputs == others).all() and (targets == other_targets).all()
+
+
+@pytest.mark.parametrize("make", [BatchSampler, evaluation_batches])
+def test_ids_that_int64_cannot_hold_are_refused(make):
+    with pytest.raises(ValueError, match=r"less than 2\*\*63, got 9223372036854775808"):
+        make(np.array([1, 2, 2**63], np.uint64), 1, 1)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+def test_numpy_integers_are_integers(integer):
+    sampler = BatchSampler(IDS, integer(8), integer(5), seed=integer(3))
+    assert json.loads(json.dumps(sampler.state_dict())) == BatchSampler(IDS, 8, 5, seed=3).state_dict()
+    assert_same(draw(sampler, 2), draw(BatchSampler(IDS, 8, 5, seed=3), 2))
+    for batch, other in zip(evaluation_batches(IDS, integer(8), integer(5)), evaluation_batches(IDS, 8, 5)):
+        assert_same(batch, other)
+
+
 @pytest.mark.parametrize("seed", [0, 3, -1, 2**63])
 def test_one_seed_gives_one_sequence(seed):
     one, same, other = (draw(BatchSampler(IDS, 8, 5, s), 4) for s in (seed, seed, seed + 1))
@@ -84,8 +110,21 @@ def test_a_state_of_another_run_is_refused(name, sampler):
         sampler.load_state_dict(BatchSampler(IDS, 8, 5).state_dict())
 
 
+def pcg64(**numbers):
+    """A state that is whole but for these numbers."""
+    state = np.random.PCG64(1).state
+    inner = {name: numbers.pop(name) for name in ("state", "inc") if name in numbers}
+    return {**state, **numbers, "state": {**state["state"], **inner}}
+
+
 @pytest.mark.parametrize(
-    "rng", [None, {}, {"bit_generator": "MT19937"}, {"bit_generator": "PCG64", "state": {"state": -1}}]
+    "rng",
+    [
+        None, 5, [], {}, {"bit_generator": "MT19937"}, {"bit_generator": "PCG64", "state": {"state": -1}},
+        pcg64(state=0, inc=0), pcg64(inc=0), pcg64(inc=2), pcg64(inc=-1), pcg64(inc=2**128 + 1), pcg64(inc=3.5), pcg64(inc="1"),
+        pcg64(inc=None), pcg64(state=-1), pcg64(state=2**128), pcg64(state=0.5), pcg64(uinteger=-1), pcg64(uinteger=2**32),
+        pcg64(uinteger=0.5), pcg64(has_uint32="x"), pcg64(has_uint32=None),
+    ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(rng):
     sampler, twin = BatchSampler(IDS, 8, 5), BatchSampler(IDS, 8, 5)

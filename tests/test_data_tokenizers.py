@@ -128,7 +128,7 @@ def test_from_dict_and_load_refuse_anything_else(tmp_path, content):
         CharTokenizer.load(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000], ids=["empty", "{", "bytes", "[…", "{…"])
 def test_load_refuses_what_is_no_json(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)

@@ -150,6 +150,27 @@ def test_bad_options_are_refused_before_the_first_token(prompt, options, what):
         stream(model(), ids(*prompt), **{"max_new_tokens": 1, **options})
 
 
+@pytest.mark.parametrize("options", [
+    {"prompt_ids": [[1, 2]]}, {"prompt_ids": np.array([[1, 2]])}, {"prompt_ids": 1}, {"prompt_ids": "the"}, {"max_new_tokens": 2.5},
+    {"max_new_tokens": "3"}, {"max_new_tokens": None}, {"max_new_tokens": True}, {"temperature": "1"}, {"temperature": None},
+    {"temperature": 1j}, {"temperature": [1.0]}, {"top_k": 2.5}, {"top_k": "2"}, {"top_k": True}, {"top_k": [2]},
+], ids=str)
+def test_options_of_another_type_are_refused_by_name(options):
+    (name,) = options
+    for function in stream, generate:
+        with pytest.raises(TypeError, match=f"(generate|sample): {name} must be"):
+            function(model(), **{"prompt_ids": ids(1, 2), "max_new_tokens": 3, **options})
+    if name in ("temperature", "top_k"):
+        with pytest.raises(TypeError, match=f"sample: {name} must be"):
+            sample(torch.zeros(2, 5), **options)
+
+
+def test_numpy_numbers_are_numbers():
+    gpt, prompt = model(), ids(1, 3)
+    plain = generate(gpt, prompt, 5, temperature=0.5, top_k=3, **drawing())
+    assert torch.equal(plain, generate(gpt, prompt, np.int64(5), temperature=np.float32(0.5), top_k=np.int32(3), **drawing()))
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------------
 
 INF = float("inf")
@@ -211,6 +232,15 @@ def test_greedy_takes_the_first_of_equals():
 def test_rows_from_which_nothing_can_be_drawn(row, temperature):
     with pytest.raises(ValueError, match="logits"):
         sample(torch.tensor([[0.0, 1.0], row]), temperature)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 0), (0, 0), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_of_another_shape_are_refused(shape, temperature):
+    with pytest.raises(ValueError, match=r"sample: logits must have shape \[B, V_vocab\]"):
+        sample(torch.zeros(shape), temperature)
+    with pytest.raises(TypeError, match="sample: logits must be a Tensor, got ndarray"):
+        sample(np.zeros(shape), temperature)
 
 
 def test_sampling_leaves_the_logits_alone():

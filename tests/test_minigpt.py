@@ -110,6 +110,51 @@ def test_the_cache_works_for_left_padded_rows():
         assert close(logits[1, 2:], gpt(torch.cat([short, more[1:]], dim=1))[0][0], 1e-9)
 
 
+def padded_rows():
+    """tokens [2, 9] and valid_tokens, whose second row has two places of padding at the left."""
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[1, :2] = False
+    return ids(2, 9), valid
+
+
+@pytest.mark.parametrize("later", ["nothing", "all real", "other padding", "no padding in either row"])
+def test_a_cache_remembers_what_was_padding(later):
+    """Later tokens must not take for real what was padding when it was read, nor the reverse; a refusal changes nothing."""
+    gpt, cache, (tokens, valid) = model(), KVCache(2, T_MAX), padded_rows()
+    wrong = valid.clone()
+    wrong[:, :2] = torch.tensor([[False, False], [True, False]]) if later == "other padding" else True
+    first, second = (valid, wrong) if later != "no padding in either row" else (torch.ones(2, 9, dtype=torch.bool), valid)
+    with no_grad():
+        gpt(tokens[:, :5], valid_tokens=first[:, :5], cache=cache)
+        for start, stop in (5, 6), (5, 8):
+            with pytest.raises(ValueError, match="KVCache: valid_tokens says of the 5 cached tokens something else"):
+                gpt(tokens[:, start:stop], valid_tokens=None if later == "nothing" else second[:, :stop], cache=cache)
+        assert cache.length == 5
+        logits, _ = gpt(tokens[:, 5:], valid_tokens=first, cache=cache)
+        assert close(logits, gpt(tokens, valid_tokens=first)[0][:, 5:], 1e-9)
+        cache.reset()
+        gpt(tokens[:, :5], cache=cache)
+        with pytest.raises(ValueError, match="KVCache: valid_tokens"):
+            gpt(tokens[:, 5:6], valid_tokens=valid[:, :6], cache=cache)
+
+
+def test_masks_that_say_the_same_fit_a_cache():
+    """None and all True are one thing; a mask may be of numbers; a caller may reuse its memory; a refused pass leaves no trace."""
+    gpt, cache, (tokens, valid) = model(), KVCache(2, T_MAX), padded_rows()
+    all_real = torch.ones(2, 9, dtype=torch.bool)
+    with no_grad():
+        for first, second in (None, all_real), (all_real, None), (valid.float(), valid), (valid, valid):
+            first, second = (mask if mask is None else mask[:, :n].clone() for mask, n in ((first, 5), (second, 6)))
+            cache.reset()
+            gpt(tokens[:, :5], valid_tokens=first, cache=cache)
+            if first is not None:
+                first.fill_(0)
+            with pytest.raises(IndexError):
+                gpt(tokens[:, 5:6] + V_VOCAB, valid_tokens=second, cache=cache)
+            logits, _ = gpt(tokens[:, 5:6], valid_tokens=second, cache=cache)
+            assert close(logits, gpt(tokens[:, :6], valid_tokens=second)[0][:, 5:], 1e-9)
+
+
 def test_the_head_is_the_embedding():
     gpt = model()
     assert gpt.lm_head.weight is gpt.embedding.token.weight
@@ -156,7 +201,7 @@ def test_position_ids_replace_the_count():
     moved, _ = gpt(tokens, position_ids=torch.arange(4).expand(2, 4) + 1)
     assert torch.equal(counted, same) and not close(counted, moved)
     table = InputEmbedding(V_VOCAB, 16, T_MAX)
-    assert torch.equal(table(tokens), table.token(tokens) + table.position(torch.arange(4)))
+    assert torch.equal(table(tokens), table.token(tokens) + table.position.weight[:4])
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------
@@ -165,6 +210,12 @@ def test_targets_without_one_that_counts_are_refused():
     for targets in torch.full((2, 4), -100), ids(2, 3), ids(2, 4, 1), ids(4, 2), ids(8):
         with pytest.raises(ValueError, match="targets"):
             model()(ids(2, 4), targets)
+    with pytest.raises(ValueError, match="MiniGPT: targets are all -100"):
+        model()(ids(2, 4), torch.full((2, 4), -100))
+    for shape in (0, 4), (2, 0), (0, 0):
+        with pytest.raises(ValueError, match=r"MiniGPT: a mean over targets needs at least one, got shape \(. *"):
+            model()(ids(*shape), ids(*shape))
+        assert model()(ids(*shape))[0].shape == (*shape, V_VOCAB)
     mixed = torch.full((2, 4), -100)
     mixed[1, 2] = 5
     assert model()(ids(2, 4), mixed)[1].isfinite()
@@ -203,6 +254,13 @@ def test_ids_of_another_rank_are_refused(shape):
         model()(ids(*shape))
     with pytest.raises(ValueError, match=r"\[B, T\]"):
         InputEmbedding(V_VOCAB, 16, T_MAX)(ids(*shape))
+
+
+@pytest.mark.parametrize("argument", ["token_ids", "targets", "valid_tokens", "position_ids"])
+@pytest.mark.parametrize("kind", [torch.Tensor.tolist, torch.Tensor.numpy, lambda _: 3, str], ids=["list", "array", "int", "str"])
+def test_what_is_no_tensor_is_refused_by_name(argument, kind):
+    with pytest.raises(TypeError, match=f"MiniGPT: {argument} must be a Tensor, got .*; convert it with"):
+        model()(**{"token_ids": ids(1, 2), argument: kind(ids(1, 2))})
 
 
 def test_masks_and_positions_of_another_shape_are_refused():

@@ -1,4 +1,9 @@
 """Training runs: what they write, that one seed gives one run, and that an interruption changes nothing."""
+import errno
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import runs
@@ -7,7 +12,9 @@ import tinygrad_tf
 from tinygrad_tf.data import BatchSampler, CorpusError, evaluation_batches
 from tinygrad_tf.nn import functional as F
 from tinygrad_tf.training import CheckpointError, TrainConfig, Trainer, evaluate, perplexity
+from tinygrad_tf.training import folder as folder_module
 from tinygrad_tf.training.checkpoint import load_checkpoint
+from tinygrad_tf.training.folder import locked
 
 
 def everything(trainer):
@@ -107,6 +114,21 @@ def test_a_run_that_has_made_no_step_can_be_resumed(tmp_path):
     assert_same_run(whole, resumed)
 
 
+def test_steps_that_were_made_by_hand_can_be_resumed(tmp_path):
+    whole, trainer = runs.trainer(tmp_path, out="whole"), runs.trainer(tmp_path)
+    whole.run()
+    trainer.folder.mkdir()
+    for save_at in 2, 5:
+        while trainer.step < save_at:
+            trainer.train_step()
+        trainer.save()
+        trainer = Trainer.resume(trainer.folder)
+        assert trainer.step == save_at and trainer.metrics.rows == []
+    trainer.run()
+    assert all((weights(whole)[name] == w).all() for name, w in weights(trainer).items())
+    assert Trainer.resume(trainer.folder).metrics.column("train_loss")[0].tolist() == list(range(6, 13))
+
+
 def test_what_was_computed_after_the_checkpoint_is_computed_again(tmp_path):
     whole, trainer = runs.trainer(tmp_path, out="whole"), runs.trainer(tmp_path)
     whole.run()
@@ -188,10 +210,81 @@ def test_a_validation_loss_that_is_not_finite_is_not_saved(tmp_path, monkeypatch
     assert Trainer.resume(trainer.folder).step == 0
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, bad):
+    """A stop right after the step that broke them must not replace a checkpoint that is whole."""
+    trainer = runs.trainer(tmp_path)
+
+    def break_and_stop():
+        trainer.model.final_norm.weight.detach().numpy()[3] = bad
+        return trainer.step == 2
+    with pytest.raises(FloatingPointError, match="the weights became (nan|inf) after 2 steps"):
+        trainer.train_step(), trainer.run(should_stop=break_and_stop)
+    assert Trainer.resume(trainer.folder).step == 1
+
+
 def test_a_learning_rate_that_blows_up_ends_in_one_error(tmp_path, recwarn):
     with pytest.raises(FloatingPointError, match="smaller --lr"):
         runs.trainer(tmp_path, lr=1e30, clip=1e30, steps=30).run()
     assert not recwarn.list
+
+
+# --- one process for one folder ---------------------------------------------------------------------------------------------
+
+posix = pytest.mark.skipif(os.name != "posix", reason="folders are locked on POSIX systems only")
+
+
+@posix
+def test_a_folder_in_which_somebody_trains_is_refused(tmp_path):
+    """To a run and to a resumption, which change nothing; afterwards it is free, however the training ended."""
+    trainer, other = runs.trainer(tmp_path), runs.trainer(tmp_path, seed=1)
+    refused = []
+
+    def report(step, **_):
+        before = everything(trainer)
+        for use in other.run, lambda: Trainer.resume(trainer.folder):
+            with pytest.raises(BlockingIOError, match="another process trains in this folder"):
+                use()
+        assert str(before) == str(everything(trainer))
+        refused.append(step)
+        if step == 9:
+            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(report=report)
+    assert refused == list(range(1, 10))
+    assert Trainer.resume(trainer.folder).run() is True
+    assert sorted(os.listdir(trainer.folder)) == ["checkpoint.safetensors", "metrics.csv"]
+
+
+@posix
+def test_other_folders_are_free(tmp_path):
+    one, other = runs.trainer(tmp_path, out="one", steps=2), runs.trainer(tmp_path, out="one/other", steps=2)
+    assert one.run(report=lambda **_: other.run()) is True
+    assert other.step == 2
+
+
+@posix
+def test_a_killed_process_leaves_no_lock(tmp_path):
+    script = "import sys, time; from tinygrad_tf.training.folder import locked\nwith locked(sys.argv[1]): print(flush=True), time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=runs.environment(), stdout=subprocess.PIPE)
+    process.stdout.readline()
+    with pytest.raises(BlockingIOError), locked(tmp_path):
+        pass
+    process.kill()
+    process.communicate()
+    with locked(tmp_path):
+        assert os.listdir(tmp_path) == []
+
+
+@posix
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP])
+def test_without_locks_training_goes_on(tmp_path, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(folder_module.fcntl, "flock", flock)
+    assert runs.trainer(tmp_path, out="one", steps=1).run() is True
+    monkeypatch.setattr(folder_module, "fcntl", None)
+    assert runs.trainer(tmp_path, out="two", steps=1).run() is True
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------------------
@@ -236,6 +329,7 @@ def test_perplexity():
     ("eval_every", 0), ("lr", 0.0), ("lr", float("nan")), ("lr", float("inf")), ("lr", -1e-3), ("clip", 0.0), ("clip", float("nan")),
     ("warmup", -1), ("weight_decay", -0.1), ("weight_decay", float("nan")), ("weight_decay", float("inf")), ("dropout", 1.0),
     ("dropout", -0.1), ("dropout", float("nan")), ("norm", "middle"), ("steps", 1.5), ("steps", "9"), ("steps", True), ("lr", "1e-3"),
+    ("lr", 10**400), ("clip", 10**400), ("weight_decay", 10**400),
 ])
 def test_the_configuration_refuses(field, value):
     with pytest.raises(ValueError, match=field):

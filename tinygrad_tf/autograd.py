@@ -20,7 +20,7 @@ import weakref
 
 import numpy as np
 
-from .backend import array_module, check_one_device, owner, quiet, sum_to
+from .backend import array_module, check_one_device, is_writable, owner, quiet, sum_to
 
 Tensor = None                                   # set by register_tensor: the engine imports nothing below itself
 
@@ -37,12 +37,14 @@ def register_tensor(cls):
 class _Mode(threading.local):
     def __init__(self):
         self.enabled, self.before = True, []    # `before`: the modes to return to, one for each open context
+        self.observers = ()                     # who is told of every operation of this thread: see `observing`
 
 
 _mode = _Mode()
 
 
 def is_grad_enabled():
+    """True where operations are recorded: everywhere but inside `no_grad`."""
     return _mode.enabled
 
 
@@ -122,6 +124,20 @@ class enable_grad(_GradMode):
     mode = True
 
 
+@contextlib.contextmanager
+def observing(observe, alone=False):
+    """Inside, this thread calls observe(node, args, out) after every operation: its instance, what it was applied to, its tensor.
+
+    alone: nobody else is told of these operations.
+    """
+    before = _mode.observers
+    _mode.observers = (observe,) if alone else (*before, observe)
+    try:
+        yield
+    finally:
+        _mode.observers = before
+
+
 # --- one operation = one node -------------------------------------------------------------------------------------
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -169,10 +185,14 @@ class Function:
         if type(out) is not type(tensors[0].array):         # NumPy turns 0-d results into scalars
             out = _as_output(cls.__name__, out, tensors[0].array)
         version = _version_of(out, tensors)
-        if True not in node.needs or out.dtype.kind != "f":
-            return Tensor._wrap(out, None, version)
-        node._record(args, tensors, out, version)
-        return Tensor._wrap(out, node, version)
+        recorded = True in node.needs and out.dtype.kind == "f"
+        if recorded:
+            node._record(args, tensors, out, version)
+        out = Tensor._wrap(out, node if recorded else None, version)
+        if _mode.observers:
+            for observe in _mode.observers:
+                observe(node, args, out)
+        return out
 
     def _record(self, args, tensors, out, version):
         self.inputs = [(a.node or a) if need else None for a, need in zip(args, self.needs)]
@@ -219,17 +239,20 @@ class Version:
 
     `writes` counts all of them, `recorded` those that became part of a graph: what other tensors of this memory know of
     their own history is no longer true after such a write.
-    `leaf` refers weakly to the leaf that requires a gradient and lies here, if there is one.
+    `leaves` refers weakly to the leaves that require a gradient and lie here.
     """
-    __slots__ = ("writes", "recorded", "leaf", "__weakref__")
+    __slots__ = ("writes", "recorded", "leaves", "__weakref__")
 
     def __init__(self):
-        self.writes, self.recorded, self.leaf = 0, 0, None
+        self.writes, self.recorded, self.leaves = 0, 0, ()
+
+    def add_leaf(self, tensor):
+        self.leaves = (*(leaf for leaf in self.leaves if leaf() is not None and leaf() is not tensor), weakref.ref(tensor))
 
     def has_leaf(self):
         """True while a leaf that requires a gradient lies in this memory."""
-        leaf = self.leaf and self.leaf()
-        return leaf is not None and leaf.requires_grad and leaf.version is self
+        found = (leaf() for leaf in self.leaves)
+        return any(t is not None and t.requires_grad and t.version is self for t in found)
 
 
 def _version_of(out, tensors):
@@ -284,12 +307,16 @@ def backward(root, gradient=None, retain_graph=False):
     heap = [-root.node.id]
     while heap:
         node, dy, _ = waiting.pop(-heapq.heappop(heap))
+        if node.hooks or node.retained:
+            dy = _show(node, dy)
         gradients = node_backward(node, dy)
         saved = node.saved
         for source, g in zip(node.inputs, gradients):
             if source is None or g is None:
                 continue
             if isinstance(source, Tensor):
+                if not source.requires_grad:                # frozen since the forward pass
+                    continue
                 if source.hooks:
                     _wait(hooked, id(source), source, g)
                 else:
@@ -331,8 +358,6 @@ def node_backward(node, dy):
         if counter.writes != value:
             raise RuntimeError(f"backward through {_where(node)}: an array that it needs was modified by an inplace operation "
                                f"after the forward pass ({counter.writes - value} write(s)); write to a .clone() instead")
-    if node.hooks or node.retained:
-        dy = _show(node, dy)
     try:
         gradients = node.backward(dy)
     except Exception as error:
@@ -386,24 +411,34 @@ def _wait(waiting, key, source, g):
 
 def _accumulate(leaf, g, owned):
     """Adds to `leaf.grad`. The first gradient is stored, without a copy when nobody else holds it."""
-    for hook in leaf.hooks or ():
-        changed = hook(constant(g))
-        g, owned = (g, False) if changed is None else (changed.array, False)
+    if leaf.hooks:
+        g, owned = _after_hooks(leaf.hooks, g), False
     if leaf.grad is None:
         leaf.grad = constant(g if owned else g.copy())
-    elif leaf.grad.array.shape != g.shape:
-        raise RuntimeError(f"backward: .grad has shape {tuple(leaf.grad.shape)} but its tensor has shape {g.shape}; "
-                           f"set .grad to None, or to a tensor of the same shape")
+    elif not is_writable(leaf.grad.array):                  # one that was assigned, made by expand
+        leaf.grad = constant(leaf.grad.array + g)
     else:
         leaf.grad.array += g
         leaf.grad.version.writes += 1
 
 
+def _after_hooks(hooks, g):
+    """The gradient as the hooks leave it; RuntimeError where one returns another shape or dtype."""
+    for hook in hooks:
+        changed = hook(constant(g))
+        if changed is None:
+            continue
+        if not isinstance(changed, Tensor) or changed.array.shape != g.shape or changed.array.dtype != g.dtype:
+            got = f"{tuple(changed.shape)}, {changed.dtype}" if isinstance(changed, Tensor) else type(changed).__name__
+            raise RuntimeError(f"backward: the hook {getattr(hook, '__name__', hook)!r} has changed the size or type of the gradient: "
+                               f"expected a Tensor of {g.shape}, {g.dtype}, or None to leave it, got {got}")
+        g = changed.array
+    return g
+
+
 def _show(node, dy):
     """Runs the hooks of a non-leaf tensor and keeps its gradient where `retain_grad` asked for it."""
-    for hook in node.hooks or ():
-        changed = hook(constant(dy))
-        dy = dy if changed is None else changed.array
+    dy = _after_hooks(node.hooks or (), dy)
     tensor = node.retained() if node.retained else None
     if tensor is not None:
         _accumulate(tensor, dy, owned=False)

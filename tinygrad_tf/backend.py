@@ -83,6 +83,11 @@ def array_module(*arrays):
     return np
 
 
+def is_writable(array):
+    """False for memory that is read-only, or in which one place stands for several elements (expanded)."""
+    return getattr(array.flags, "writeable", True)
+
+
 def device_of(array):
     """The device on which an array lives."""
     return CPU if isinstance(array, (np.ndarray, np.generic)) else device("cuda", array.device.id)

@@ -17,8 +17,8 @@ from .creation import tensor
 from .data import baselines, load_text, require_length
 from .generation import stream
 from .random import Generator
+from .serialization import one_line, write_atomically
 from .training import PRESETS, TrainConfig, Trainer, evaluation
-from .training.checkpoint import one_line, write_atomically
 from .training.trainer import CHECKPOINT, encode_split, load_model
 
 PROGRAM = "python -m tinygrad_tf" if Path(sys.argv[0]).name == "__main__.py" else "tinygrad-tf"
@@ -287,12 +287,18 @@ def finish(trainer):
     """The results: losses beside the baselines, the curve, and a sample."""
     ngrams = trainer.baselines()
     trainer.metrics.draw(ngrams)
-    print_comparison(trainer.metrics.column("validation_loss")[1][-1], ngrams)
+    print_comparison(final_loss(trainer), ngrams)
     prompt = default_prompt(trainer.tokenizer)
     sample = "".join(stream_text(trainer.model, trainer.tokenizer, prompt, 400, 0.8, None, trainer.config.seed))
     write_atomically(trainer.folder / "sample.txt", sample)
     print(f"\nA sample (temperature 0.8):\n{sample}\n")
     print(f"Written to {trainer.folder}/: {CHECKPOINT}, metrics.csv, loss.png, sample.txt")
+
+
+def final_loss(trainer):
+    """The validation loss after the last step: the metrics have it, unless that step was made by other means than `run`."""
+    steps, losses = trainer.metrics.column("validation_loss")
+    return losses[-1] if len(steps) and steps[-1] == trainer.step else trainer.evaluate()
 
 
 def print_comparison(loss, ngrams):

@@ -96,10 +96,12 @@ def _sizes(op, sizes, size=None):
 
 
 def zeros(*sizes, size=None, dtype=None, device=None, requires_grad=False):
+    """A tensor of zeros: zeros(2, 3) or zeros((2, 3))."""
     return _finish(np.zeros(_sizes("zeros", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
 def ones(*sizes, size=None, dtype=None, device=None, requires_grad=False):
+    """A tensor of ones: ones(2, 3) or ones((2, 3))."""
     return _finish(np.ones(_sizes("ones", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
@@ -109,6 +111,7 @@ def empty(*sizes, size=None, dtype=None, device=None, requires_grad=False):
 
 
 def full(size, fill_value, *, dtype=None, device=None, requires_grad=False):
+    """A tensor of one number, whose dtype is that of the number unless dtype says otherwise."""
     if isinstance(size, int):
         raise TypeError(f"full: size must be a tuple of ints, got the int {size}; write ({size},)")
     value = array_of(fill_value)
@@ -124,14 +127,25 @@ def _float():
 
 
 def full_like(input, fill_value, *, dtype=None, device=None, requires_grad=False):
+    """A tensor of one number with the shape, dtype and device of another."""
     if not isinstance(input, Tensor):
         raise TypeError(f"full_like, zeros_like, …: expected a Tensor whose shape to take, got {type(input).__name__}")
     return full(input.array.shape, fill_value, dtype=dtype or input.dtype, device=device or input.device, requires_grad=requires_grad)
 
 
-def zeros_like(input, **options): return full_like(input, 0, **options)
-def ones_like(input, **options): return full_like(input, 1, **options)
-def empty_like(input, **options): return full_like(input, 0, **options)
+def zeros_like(input, **options):
+    """Zeros with the shape, dtype and device of another tensor."""
+    return full_like(input, 0, **options)
+
+
+def ones_like(input, **options):
+    """Ones with the shape, dtype and device of another tensor."""
+    return full_like(input, 1, **options)
+
+
+def empty_like(input, **options):
+    """As zeros_like: memory with whatever it held is nothing a reader wants to meet."""
+    return full_like(input, 0, **options)
 
 
 def arange(start=0, end=None, step=1, *, dtype=None, device=None, requires_grad=False):
@@ -155,6 +169,7 @@ def linspace(start, end, steps, *, dtype=None, device=None, requires_grad=False)
 
 
 def eye(n, m=None, *, dtype=None, device=None, requires_grad=False):
+    """Ones on the diagonal, [n, n] or [n, m]."""
     rows, columns = _sizes("eye", (n, n if m is None else m))
     return _finish(np.eye(rows, columns, dtype=numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
@@ -184,22 +199,41 @@ def randint(low, high=None, size=None, *, generator=None, dtype=None, device=Non
     return _finish(_generator(generator).randint(low, high, _sizes("randint", (size,))), dtype, device)
 
 
+def get_rng_state():
+    """The default generator's state: uint8 [5056], which PyTorch takes too."""
+    return constant(random.get_rng_state())
+
+
+def set_rng_state(new_state):
+    """Puts the default generator into a state that `get_rng_state` returned, here or in PyTorch."""
+    random.set_rng_state(array_of(new_state))
+
+
 def randperm(n, *, generator=None, dtype=None, device=None):
+    """0 … n−1 in random order."""
     return _finish(_generator(generator).randperm(n), dtype, device)
 
 
 def normal(mean, std, size=None, *, generator=None):
+    """Normal numbers of the given mean and standard deviation: numbers with a size, or tensors."""
     if size is None:
-        mean, std = as_tensor(mean, dtype=None), as_tensor(std, dtype=None)
-        return randn(np.broadcast_shapes(mean.array.shape, std.array.shape), generator=generator) * std + mean
+        shape = np.broadcast_shapes(*(x.array.shape for x in (mean, std) if isinstance(x, Tensor)))
+        return randn(shape, generator=generator) * std + mean
     return constant(_generator(generator).normal(_sizes("normal", (size,)), mean, std, _float()))
 
 
-def rand_like(input, **options): return rand(input.array.shape, **{"dtype": input.dtype, "device": input.device, **options})
-def randn_like(input, **options): return randn(input.array.shape, **{"dtype": input.dtype, "device": input.device, **options})
+def rand_like(input, **options):
+    """Uniform on [0, 1), with the shape, dtype and device of another tensor."""
+    return rand(input.array.shape, **{"dtype": input.dtype, "device": input.device, **options})
+
+
+def randn_like(input, **options):
+    """Normal numbers with the shape, dtype and device of another tensor."""
+    return randn(input.array.shape, **{"dtype": input.dtype, "device": input.device, **options})
 
 
 def randint_like(input, low, high=None, **options):
+    """Whole numbers in [low, high), or [0, low), with the shape, dtype and device of another tensor."""
     low, high = (0, low) if high is None else (low, high)
     return randint(low, high, input.array.shape, **{"dtype": input.dtype, "device": input.device, **options})
 
@@ -225,6 +259,7 @@ def allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
 
 @quiet
 def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
+    """Where |input − other| ≤ atol + rtol · |other|; infinities of one sign are close."""
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         raise TypeError(f"isclose: expected two tensors, got {type(input).__name__} and {type(other).__name__}")
     if input.dtype != other.dtype or rtol < 0 or atol < 0:
@@ -235,14 +270,44 @@ def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     return constant(xp.asarray(xp.isclose(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)))
 
 
-def equal(input, other): return input.equal(other)
-def max(input, dim=None, keepdim=False): return input.max(dim, keepdim)
-def min(input, dim=None, keepdim=False): return input.min(dim, keepdim)
-def sort(input, dim=-1, descending=False, stable=False): return namedtuple_of("sort", *sort_pair(input, dim, descending))
-def topk(input, k, dim=-1, largest=True, sorted=True): return namedtuple_of("topk", *topk_pair(input, k, dim, largest))
-def numel(input): return input.numel()
-def is_tensor(obj): return isinstance(obj, Tensor)
-def is_floating_point(input): return input.is_floating_point()
+def equal(input, other):
+    """True when the shapes and all elements are equal."""
+    return input.equal(other)
+
+
+def max(input, dim=None, keepdim=False):
+    """The largest of all; along an axis (values, indices); with a second tensor, the larger of each pair."""
+    return input.max(dim, keepdim)
+
+
+def min(input, dim=None, keepdim=False):
+    """The smallest of all; along an axis (values, indices); with a second tensor, the smaller of each pair."""
+    return input.min(dim, keepdim)
+
+
+def sort(input, dim=-1, descending=False, stable=False):
+    """(values, indices) in order along an axis, stable."""
+    return namedtuple_of("sort", *sort_pair(input, dim, descending))
+
+
+def topk(input, k, dim=-1, largest=True, sorted=True):
+    """(values, indices) of the k largest along an axis, largest first."""
+    return namedtuple_of("topk", *topk_pair(input, k, dim, largest))
+
+
+def numel(input):
+    """How many elements there are."""
+    return input.numel()
+
+
+def is_tensor(obj):
+    """True for tensors."""
+    return isinstance(obj, Tensor)
+
+
+def is_floating_point(input):
+    """True for tensors of float16, float32 and float64."""
+    return input.is_floating_point()
 
 
 def can_cast(from_, to):
@@ -251,8 +316,14 @@ def can_cast(from_, to):
     return "biuf".index(a) <= "biuf".index(b) or a in "iu" and b in "iu"
 
 
-def result_type(tensor1, tensor2): return dtypes.as_dtype(dtypes.result_type(array_of(tensor1), array_of(tensor2)))
-def promote_types(a, b): return dtypes.as_dtype(dtypes.result_type(*(np.empty(1, numpy_dtype(d)) for d in (a, b))))
+def result_type(tensor1, tensor2):
+    """The dtype of an arithmetic result of both; numbers do not widen tensors."""
+    return dtypes.as_dtype(dtypes.result_type(array_of(tensor1), array_of(tensor2)))
+
+
+def promote_types(a, b):
+    """The dtype of an arithmetic result of tensors of both dtypes."""
+    return dtypes.as_dtype(dtypes.result_type(*(np.empty(1, numpy_dtype(d)) for d in (a, b))))
 
 
 class finfo:

@@ -55,6 +55,7 @@ _default = float32
 
 
 def get_default_dtype():
+    """The dtype of float literals, of `randn`, `zeros`, …"""
     return _default
 
 

@@ -35,7 +35,7 @@ STATE = np.dtype([
 class Generator:
     """One stream of random words, and every distribution drawn from it.
 
-    `shape` is an int or a tuple of ints; a floating `dtype` is float32 or float64.
+    `shape` is an int or a tuple of ints; a floating `dtype` is float16 (float32 draws, rounded), float32 or float64.
     """
 
     def __init__(self, device="cpu"):
@@ -97,8 +97,8 @@ class Generator:
         return self._w64(n) & np.uint64(2**53 - 1)
 
     def _unit(self, n, dtype):
-        """n uniforms in [0, 1): u24 for float32, u53 for float64."""
-        if dtype == np.float32:
+        """n uniforms in [0, 1): u24 in float32, also for float16; u53 for float64."""
+        if dtype != np.float64:
             return (self._w32(n) & np.uint32(2**24 - 1)).astype(np.float32) * np.float32(2.0**-24)
         return self._w53(n).astype(np.float64) * 2.0**-53
 
@@ -106,15 +106,14 @@ class Generator:
 
     def rand(self, shape, dtype=np.float32):
         """u24 or u53, uniform in [0, 1)."""
-        shape, dtype = _shape(shape, "rand"), _float_dtype(dtype, "rand")
-        return self._unit(math.prod(shape), dtype).reshape(shape)
+        return self.uniform(_shape(shape, "rand"), 0.0, 1.0, _float_dtype(dtype, "rand"))
 
     def uniform(self, shape, low=0.0, high=1.0, dtype=np.float32):
         """u · (high − low) + low, in [low, high). RuntimeError unless low ≤ high, both finite in `dtype`."""
         shape, dtype = _shape(shape, "uniform"), _float_dtype(dtype, "uniform")
         low, high = _interval(low, high, dtype)
-        x = _multiply_add(self._unit(math.prod(shape), dtype), high - low, low)
-        x[x == high] = low               # rounding may have reached the excluded end
+        x = _multiply_add(self._unit(math.prod(shape), dtype), high - low, low).astype(dtype, copy=False)
+        x[x == dtype.type(high)] = low               # rounding may have reached the excluded end
         return x.reshape(shape)
 
     def randn(self, shape, dtype=np.float32):
@@ -134,10 +133,13 @@ class Generator:
         return _multiply_add(z, std, mean).astype(dtype, copy=False).reshape(shape)
 
     def _normal_blocks(self, n, dtype):
-        """n ≥ 16 normals in blocks of 16; where 16 does not divide n, the last 16 are drawn again as one block."""
+        """n ≥ 16 normals in blocks of 16; where 16 does not divide n, the last 16 are drawn again as one block.
+
+        Before that the uniforms of the ragged end are drawn too, and not used; but not for float16.
+        """
         whole = n - n % 16
-        u = self._unit(n, dtype)
-        z = np.empty(n, dtype)
+        u = self._unit(whole if dtype == np.float16 else n, dtype)
+        z = np.empty(n, u.dtype)
         z[:whole] = _box_muller_blocks(u[:whole])
         if whole < n:
             z[-16:] = _box_muller_blocks(self._unit(16, dtype))
@@ -296,8 +298,8 @@ def _shape(shape, op):
 
 def _float_dtype(dtype, op):
     dtype = np.dtype(dtype)
-    if dtype not in (np.float32, np.float64):
-        raise TypeError(f"{op}: expected dtype float32 or float64, got {dtype}; draw float32 and cast the result.")
+    if dtype not in (np.float16, np.float32, np.float64):
+        raise TypeError(f"{op}: expected dtype float16, float32 or float64, got {dtype}; draw float32 and cast the result.")
     return dtype
 
 
@@ -331,10 +333,10 @@ def _parse_state(state):
 def _interval(low, high, dtype):
     if not low <= high:
         raise RuntimeError(f"uniform: expected low <= high for the interval [low, high), got low={low}, high={high}.")
-    limit = float(np.finfo(dtype).max)
+    limit, wide = float(np.finfo(dtype).max), np.promote_types(dtype, np.float32)
     if not (-limit <= low and high <= limit and float(high) - float(low) <= limit):
         raise RuntimeError(f"uniform: the interval [{low}, {high}) and its length must be finite in {dtype}.")
-    return dtype.type(low), dtype.type(high)
+    return wide.type(low), wide.type(high)
 
 
 def _check_integer_range(low, high, dtype):

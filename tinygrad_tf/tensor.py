@@ -1,9 +1,9 @@
 """`Tensor`: an array, its gradient, and the node that made it. Each method is one line onto an operation."""
-import weakref
 
 import numpy as np
 
 from . import autograd, dtypes
+from .arguments import public
 from .autograd import Version, constant
 from .backend import array_module, device_of, same_place, to_device
 from .backend import device as Device
@@ -20,7 +20,7 @@ class Tensor:
     `version` counts in-place writes to the memory and is shared by all tensors that view it; `seen` is what this tensor
     knows of the recorded ones.
     """
-    __slots__ = ("array", "grad", "node", "_requires_grad", "version", "seen", "hooks", "__weakref__")
+    __slots__ = ("array", "_grad", "node", "_requires_grad", "version", "seen", "hooks", "__weakref__")
     __array_ufunc__ = None                      # so that np.float64(2) * tensor asks the tensor, not NumPy
     __hash__ = object.__hash__
 
@@ -32,7 +32,7 @@ class Tensor:
     def _set(self, array, node, version):
         self.array, self.node, self.version = array, node, version
         self.seen, self._requires_grad = version.recorded, node is not None
-        self.grad = self.hooks = None
+        self._grad = self.hooks = None
 
     @classmethod
     def _wrap(cls, array, node, version):
@@ -63,8 +63,27 @@ class Tensor:
     def data(self, other):
         if other.array.shape != self.array.shape or other.array.dtype != self.array.dtype:
             raise RuntimeError(f"data: expected shape {tuple(self.shape)} and {self.dtype}, got {tuple(other.shape)} and {other.dtype}")
-        self.array, self.version = other.array, other.version
-        self.seen = self.version.recorded
+        self.take_memory(other)
+
+    def take_memory(self, other):
+        """From now on this tensor lies where `other` does; what it was computed from stays."""
+        self.array, self.version, self.seen = other.array, other.version, other.version.recorded
+        if self.requires_grad and self.node is None:
+            self.version.add_leaf(self)
+
+    @property
+    def grad(self):
+        """The gradient that backward has added up here; None before."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, grad):
+        if grad is not None and not isinstance(grad, Tensor):
+            raise TypeError(f"grad: expected a Tensor or None, got {type(grad).__name__}")
+        if grad is not None and (grad.array.shape != self.array.shape or grad.array.dtype != self.array.dtype):
+            raise RuntimeError(f"grad: a gradient has the shape and dtype of its tensor, {tuple(self.shape)} and {self.dtype}; "
+                               f"assigned was one of {tuple(grad.shape)} and {grad.dtype}")
+        self._grad = grad
 
     def size(self, dim=None): return self.shape if dim is None else self.array.shape[reduce.normalize_dim("size", dim, self.ndim)]
     def dim(self): return self.array.ndim
@@ -157,7 +176,7 @@ class Tensor:
             raise RuntimeError("requires_grad: can only be switched off for leaf tensors; use .detach()")
         self._requires_grad = bool(requires_grad)
         if requires_grad and self.node is None:
-            self.version.leaf = weakref.ref(self)
+            self.version.add_leaf(self)
         return self
 
     def retain_grad(self):
@@ -296,6 +315,10 @@ class Tensor:
     def cpu(self): return self.to("cpu")
     def cuda(self, device=None): return self.to(f"cuda:{device}" if isinstance(device, (int,)) else device or "cuda")
 
+    def __copy__(self):
+        """Another tensor of the same memory, without history."""
+        return self.detach().requires_grad_(self.requires_grad and self.node is None)
+
     def __deepcopy__(self, memo):
         if self.node is not None:
             raise RuntimeError("deepcopy: only leaf tensors can be copied; use .detach().clone() of a computed tensor")
@@ -373,10 +396,13 @@ _METHODS = {
 }
 for _room, _names in _METHODS.items():
     for _name in _names.split():
-        setattr(Tensor, _name, getattr(_room, _name))
-Tensor.abs, Tensor.any, Tensor.all, Tensor.swapaxes = arithmetic.abs_, reduce.any_, reduce.all_, shapes.transpose
+        setattr(Tensor, _name, public(getattr(_room, _name), method=True))
+for _name, _op in {"abs": arithmetic.abs_, "any": reduce.any_, "all": reduce.all_, "scatter_add": index.scatter_add_}.items():
+    setattr(Tensor, _name, public(_op, method=True))
+for _name in ("max", "min", "sort", "topk", "equal", "allclose"):
+    setattr(Tensor, _name, public(getattr(Tensor, _name), method=True))
+Tensor.swapaxes = Tensor.transpose
 Tensor.where = lambda self, condition, other: index.where(condition, self, other)
-Tensor.scatter_add = index.scatter_add_
 
 
 def _in_place(op):
@@ -394,8 +420,8 @@ _IN_PLACE = {
 }
 for _room, _names in _IN_PLACE.items():
     for _name in _names.split():
-        setattr(Tensor, _name + "_", _in_place(getattr(_room, _name)))
-Tensor.scatter_add_, Tensor.abs_ = _in_place(index.scatter_add_), _in_place(arithmetic.abs_)
+        setattr(Tensor, _name + "_", _in_place(public(getattr(_room, _name), method=True)))
+Tensor.scatter_add_, Tensor.abs_ = _in_place(Tensor.scatter_add), _in_place(Tensor.abs)
 for _name, _method in {"add": "add_", "sub": "sub_", "mul": "mul_", "truediv": "div_", "floordiv": "floor_divide_", "mod": "remainder_",
                        "pow": "pow_", "and": "bitwise_and_", "or": "bitwise_or_", "xor": "bitwise_xor_"}.items():
     setattr(Tensor, f"__i{_name}__", getattr(Tensor, _method))

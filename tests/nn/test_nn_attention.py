@@ -8,7 +8,9 @@ import record_nn
 
 import tinygrad_tf as torch
 from tinygrad_tf import nn
+from tinygrad_tf.generation import KVCache
 from tinygrad_tf.gradcheck import gradcheck_module
+from tinygrad_tf.nn.positions import ALiBi, RotaryEmbedding, T5RelativeBias
 from tinygrad_tf.ops.shape import cat
 
 B, T, C = 2, 5, 8
@@ -22,6 +24,10 @@ class Cache:
 
     def __init__(self):
         self.k = self.v = None
+
+    @property
+    def length(self):
+        return 0 if self.k is None else self.k.shape[2]
 
     def update(self, k, v):
         self.k, self.v = (k, v) if self.k is None else (cat([self.k, k], dim=2), cat([self.v, v], dim=2))
@@ -169,6 +175,15 @@ def test_dropout_acts_on_the_weights_in_training(num_kv_heads):
     assert (layer(x) == layer(x)).all()
 
 
+def test_rows_of_dropped_weights_do_not_sum_to_one():
+    """Guide 9.6: 1 on average, since what is kept is divided by 1 − p; exactly 1 in evaluation."""
+    layer, _ = layer_and_input(4, dropout=0.1)
+    x = torch.randn(4, 64, C, dtype=torch.float64)
+    sums = layer(x, return_weights=True)[1].sum(dim=-1)
+    assert abs(sums.mean().item() - 1) < 0.02 and ((sums - 1).abs() > 1e-6).double().mean() > 0.95
+    assert ((layer.eval()(x, return_weights=True)[1].sum(dim=-1) - 1).abs() < 1e-12).all()
+
+
 @pytest.mark.parametrize("options, error", [
     ({"dim": 7}, ValueError), ({"num_heads": 3}, ValueError), ({"num_heads": 0}, ValueError), ({"dim": 0}, ValueError),
     ({"num_kv_heads": 3}, ValueError), ({"num_kv_heads": 0}, ValueError), ({"dropout": 1.5}, ValueError)])
@@ -186,7 +201,7 @@ def context(*shape):
 
 
 @pytest.mark.parametrize("options", [
-    {"valid_tokens": true(B, T - 1)}, {"valid_tokens": true(T)}, {"valid_tokens": [[True] * T] * B},
+    {"valid_tokens": true(B, T - 1)}, {"valid_tokens": true(T)},
     {"allowed": true(B, T, T)}, {"allowed": true(T, T + 1)}, {"allowed": true(3, 1, T, T)}, {"allowed": true(T)},
     {"context": context(1, 3, C)}, {"context": context(B, 3, 4)}, {"context": context(B, T, C), "causal": True},
     {"context": context(B, T, C), "cache": Cache()}])
@@ -194,6 +209,36 @@ def test_inputs_that_do_not_fit_are_refused(options):
     layer, x = layer_and_input()
     with pytest.raises(ValueError, match="must|self-attention"):
         layer(x, **options)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda layer, x: layer(x, x, x), r"causal must be a bool.* got a tensor \(2, 5, 8\).*nn\.MultiheadAttention.*\(query, key, value\)"),
+    (lambda layer, x: layer(x, x, 1), r"causal must be a bool.* got 1 \(int\)"),
+    (lambda layer, x: layer(x, causal=None), "causal must be a bool"),
+    (lambda layer, x: layer(x, causal=nn.masks.causal_mask(T)), "causal must be a bool"),
+    (lambda layer, x: layer(x.numpy()), "x must be a float tensor"),
+    (lambda layer, x: layer(x, x.numpy()), "context must be a tensor"),
+    (lambda layer, x: layer(x, True), "context must be a tensor"),
+    (lambda layer, x: layer(x, list(layer.keys_and_values(x))), "context must be a tensor .* keys_and_values"),
+    (lambda layer, x: layer(x, (x.numpy(), x.numpy())), "context must be a tensor .* keys_and_values"),
+    (lambda layer, x: layer(x, valid_tokens=[[True] * T] * B), r"valid_tokens must be a boolean tensor \[B, Tk\]"),
+    (lambda layer, x: layer(x, valid_tokens=np.ones((B, T), bool)), "valid_tokens must be a boolean tensor"),
+    (lambda layer, x: layer(x, allowed=[[True] * T] * T), "allowed must be a boolean tensor"),
+    (lambda layer, x: layer(x, allowed=True), "allowed must be a boolean tensor"),
+    (lambda layer, x: layer(x, position_ids=list(range(T))), "position_ids must be a tensor of whole numbers")])
+def test_arguments_of_another_kind_are_refused(call, words):
+    with pytest.raises(TypeError, match=words):
+        call(*layer_and_input())
+
+
+def test_valid_tokens_may_be_zeros_and_ones():
+    layer, x = layer_and_input()
+    for dtype in torch.int64, torch.float32:
+        close(layer(x, valid_tokens=LEFT_PADDED.to(dtype)), layer(x, valid_tokens=LEFT_PADDED))
+    to_add = torch.zeros(B, T).masked_fill(~LEFT_PADDED, -torch.inf)
+    for wrong in to_add, LEFT_PADDED.long() + 1:
+        with pytest.raises(ValueError, match="valid_tokens must be boolean.*0 and 1, got other numbers"):
+            layer(x, valid_tokens=wrong)
 
 
 def test_masks_must_be_boolean_and_x_three_axes():
@@ -283,3 +328,242 @@ def test_wrong_calls_of_pytorchs_layer():
             call()
     with pytest.raises(ValueError, match="divisible"):
         nn.MultiheadAttention(5, 2)
+
+
+# --- positions, windows, mods ---------------------------------------------------------------------------------------
+
+HOLES = torch.tensor([[True, False, True, True, False, False, True], [True] * 7])
+LEFT = torch.tensor([[False, False, False, True, True, True, True], [True] * 7])
+RIGHT = torch.tensor([[True, True, True, True, False, False, False], [True] * 7])
+N = 7
+POSITIONS = {
+    "none": lambda: {},
+    "rope": lambda: {"rope": RotaryEmbedding(2)},
+    "rope, half split": lambda: {"rope": RotaryEmbedding(2, layout="half_split")},
+    "alibi": lambda: {"relative_bias": ALiBi(4)},
+    "t5": lambda: {"relative_bias": T5RelativeBias(4, num_buckets=8, max_distance=6, bidirectional=False)},
+    "rope and alibi": lambda: {"rope": RotaryEmbedding(2), "relative_bias": ALiBi(4)},
+}
+CAUSAL = list(itertools.product(POSITIONS, (4, 2, 1), (None, 3)))
+
+
+def positioned(position, num_kv_heads=4, window=None, n=N):
+    """A layer of dim 8 with 4 heads and n tokens; the T5 table is made large, so that it matters."""
+    torch.manual_seed(0)
+    layer = nn.MultiHeadAttention(C, 4, num_kv_heads, window=window, **POSITIONS[position]()).double()
+    if position == "t5":
+        nn.init.normal_(layer.relative_bias.table.weight)
+    return layer, torch.randn(B, n, C, dtype=torch.float64)
+
+
+def close(a, b):
+    np.testing.assert_allclose(a.tolist(), b.tolist(), atol=1e-12)
+
+
+@pytest.mark.parametrize("position, num_kv_heads, window", CAUSAL)
+def test_future_tokens_change_no_earlier_output(position, num_kv_heads, window):
+    layer, x = positioned(position, num_kv_heads, window)
+    segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0] * 7])
+    for options in ({}, {"mask_mod": nn.masks.packing_mod(segments)}, {"valid_tokens": LEFT}, {"valid_tokens": HOLES},
+                    {"score_mod": lambda score, *where: score.tanh()}, {"return_weights": True}):
+        def run(x, options=options):
+            found = layer(x, causal=True, **options)
+            return found[0] if "return_weights" in options else found
+        before = run(x)
+        for t in range(1, N):
+            changed = x.clone()
+            changed[:, t:] = 9.0
+            after = run(changed)
+            assert (after[:, :t] == before[:, :t]).all() and (after[1, t:] != before[1, t:]).any()
+
+
+@pytest.mark.parametrize("position, num_kv_heads, window", CAUSAL)
+@pytest.mark.parametrize("valid", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
+def test_padding_changes_nothing(position, num_kv_heads, window, valid):
+    """Wherever it stands: padding takes no place in positions or windows."""
+    layer, x = positioned(position, num_kv_heads, window)
+    real = valid[0]
+    alone = layer(x[:1, real], causal=True)
+    padded = layer(x, causal=True, valid_tokens=valid)
+    close(padded[:1, real], alone)
+    assert (padded[0, ~real] == 0).all()
+    close(padded[1], layer(x[1:], causal=True)[0])
+    ids = (real.long().cumsum(-1) - 1).clamp(min=0)
+    close(layer(x, causal=True, valid_tokens=valid, position_ids=torch.stack([ids, torch.arange(N)])), padded)
+
+
+@pytest.mark.parametrize("position, num_kv_heads, window", CAUSAL)
+def test_packed_texts_equal_separate_ones(position, num_kv_heads, window):
+    layer, x = positioned(position, num_kv_heads, window)
+    segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 2, -1]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 0, 0]])
+    packed = layer(x, mask_mod=nn.masks.packing_mod(segments), position_ids=positions)
+    for b, start, end in (0, 0, 3), (0, 3, 7), (1, 0, 2), (1, 2, 5), (1, 5, 6):
+        close(packed[b:b + 1, start:end], layer(x[b:b + 1, start:end], causal=True))
+    close(packed, layer(x, allowed=nn.masks.packing_mask(segments), position_ids=positions))
+    assert (packed[1, 6] == layer.out_proj.bias).all()
+
+
+@pytest.mark.parametrize("position, num_kv_heads, window", CAUSAL)
+@pytest.mark.parametrize("tokens", ["all", "left", "right"])
+@pytest.mark.parametrize("chunks", [(1,) * 7, (4, 1, 2), (3, 4)])
+def test_cached_equals_uncached_at_all_positions(position, num_kv_heads, window, tokens, chunks):
+    layer, x = positioned(position, num_kv_heads, window)
+    valid = {"all": None, "left": LEFT, "right": RIGHT}[tokens]
+    whole = layer(x, causal=True, valid_tokens=valid)
+    for given in (False, True):
+        cache, parts, start = Cache(), [], 0
+        for n in chunks:
+            seen = None if valid is None else valid[:, :start + n]
+            ids = torch.arange(start, start + n) if given and valid is None else None
+            parts.append(layer(x[:, start:start + n], causal=True, valid_tokens=seen, cache=cache, position_ids=ids))
+            start += n
+        close(cat(parts, dim=1), whole)
+
+
+@pytest.mark.parametrize("position", [p for p in POSITIONS if p != "none"])
+def test_a_position_scheme_tells_order(position):
+    """Without one, a query's output does not depend on the order of the keys; with one, it does; a common shift does nothing."""
+    swapped = torch.tensor([1, 0, 2, 3, 4, 5, 6])
+    for name in ("none", position):
+        layer, x = positioned(name)
+        same = np.allclose(layer(x)[:, -1].tolist(), layer(x[:, swapped])[:, -1].tolist(), atol=1e-9)
+        assert same == (name == "none")
+    close(layer(x, causal=True, position_ids=torch.arange(5, 5 + N)), layer(x, causal=True))
+    assert not np.allclose(layer(x, position_ids=2 * torch.arange(N)).tolist(), layer(x).tolist())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("valid", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
+def test_a_window_is_causal_also_in_the_weights_of_padded_queries(causal, valid):
+    layer, x = positioned("rope", window=2)
+    _, weights = layer(x, causal=causal, valid_tokens=valid, return_weights=True)
+    later_or_padded = ~(nn.masks.causal_mask(N) & nn.masks.padding_mask(valid)).expand(B, 4, N, N)
+    assert (weights[later_or_padded] == 0).all() and ((weights > 0).sum(dim=-1) <= 2).all()
+    np.testing.assert_allclose(weights[0, :, valid[0]].sum(dim=-1).tolist(), 1.0, atol=1e-12)
+
+
+def test_rope_turns_queries_and_keys_and_not_values():
+    layer, x = positioned("rope")
+    _, weights = layer(x, causal=True, return_weights=True)
+    q, (k, v) = layer.q_proj(x).reshape(B, N, 4, 2).transpose(1, 2), layer.keys_and_values(x)
+    scores = layer.rope(q) @ layer.rope(k).transpose(-2, -1) / math.sqrt(2)
+    expected = scores.masked_fill(~nn.masks.causal_mask(N), -torch.inf).softmax(dim=-1)
+    close(weights, expected)
+    close(layer(x, causal=True), layer.out_proj((expected @ v).transpose(1, 2).reshape(B, N, C)))
+
+
+def test_alibi_adds_its_bias():
+    layer, x = positioned("alibi")
+    bare, _ = positioned("none")
+    bare.load_state_dict(layer.state_dict())
+
+    def as_score_mod(score, b, h, q_idx, kv_idx):
+        return score - 2.0 ** (-2 * (h + 1)) * (q_idx - kv_idx)
+    close(layer(x, causal=True), bare(x, causal=True, score_mod=as_score_mod))
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_gradients_of_positions_windows_and_mods(position):
+    layer, x = positioned(position, 2, 3)
+    options = {"valid_tokens": LEFT, "score_mod": lambda score, *where: 2 * (score / 2).tanh()}
+    assert gradcheck_module(lambda_module(layer, options), x.requires_grad_(), fast_mode=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("return_weights", [False, True])
+def test_rope_causal_grouped_window_and_score_function_at_once(packed, return_weights):
+    """Guide 18: the methods do not exclude each other. Against loops over rows, heads and queries."""
+    layer, x = positioned("rope", 2, 3)
+    segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0] * 7])
+    mod = nn.masks.packing_mod(segments) if packed else None
+
+    def score_mod(score, b, h, i, j):
+        return score - 0.1 * (h * (i - j)).to(score.dtype)          # whole numbers times 0.1 alone would be float32
+    out = layer(x, causal=True, valid_tokens=LEFT, mask_mod=mod, score_mod=score_mod, return_weights=return_weights)
+    out = (out[0] if return_weights else out).detach().numpy()
+    q = layer.rope(layer.q_proj(x).reshape(B, N, 4, 2).transpose(1, 2)).detach().numpy()
+    k, v = layer.keys_and_values(x)
+    k, v = layer.rope(k).detach().numpy(), v.detach().numpy()
+    mixed, real, texts = np.zeros((B, N, C)), LEFT.numpy(), segments.numpy() if packed else np.zeros((B, N))
+    for b, h, i in np.ndindex(B, 4, N):
+        keys = [j for j in range(max(0, i - 2), i + 1) if real[b, j] and texts[b, i] == texts[b, j]]
+        if keys:
+            scores = k[b, h // 2, keys] @ q[b, h, i] / math.sqrt(2) - 0.1 * h * (i - np.array(keys))
+            e = np.exp(scores - scores.max())
+            mixed[b, i, 2 * h:2 * h + 2] = e / e.sum() @ v[b, h // 2, keys]
+    expected = mixed @ layer.out_proj.weight.detach().numpy().T + layer.out_proj.bias.detach().numpy()
+    np.testing.assert_allclose(out, np.where(real[:, :, None], expected, 0), atol=1e-12)
+
+
+def test_names_in_the_state_dict_are_those_of_the_projections():
+    bare = [f"{p}_proj.{w}" for p in ("q", "k", "v", "out") for w in ("weight", "bias")]
+    for position in POSITIONS:
+        layer, _ = positioned(position, window=3)
+        assert list(layer.state_dict()) == bare + (["relative_bias.table.weight"] if position == "t5" else [])
+
+
+@pytest.mark.parametrize("return_weights", [False, True])
+def test_nan_in_a_later_token_goes_nowhere(return_weights):
+    layer, x = positioned("rope", 2)
+    spoiled = x.clone()
+    spoiled[:, 4:] = float("nan")
+    before, after = (layer(y, causal=True, return_weights=return_weights) for y in (x, spoiled))
+    before, after = (before[0], after[0]) if return_weights else (before, after)
+    assert (after[:, :4] == before[:, :4]).all() and after[:, 4:].isnan().all()
+
+
+def test_keys_and_values_of_a_context_are_computed_once():
+    layer, x = layer_and_input(4, 2)
+    memory = torch.randn(B, 3, C, dtype=torch.float64)
+    valid = torch.tensor([[True, True, False], [True] * 3])
+    pair = layer.keys_and_values(memory)
+    assert [tuple(t.shape) for t in pair] == [(B, 2, 3, 2)] * 2
+    for step in range(T):
+        close(layer(x[:, step:step + 1], context=pair, valid_tokens=valid), layer(x[:, step:step + 1], memory, valid_tokens=valid))
+
+
+WRONG = {
+    "valid_tokens, short": ({"valid_tokens": true(B, 2)}, ValueError, "valid_tokens must"),
+    "valid_tokens, of the new ones": ({"valid_tokens": true(B, 3)}, ValueError, "valid_tokens must"),
+    "valid_tokens, a list": ({"valid_tokens": [[True] * 5] * B}, TypeError, "valid_tokens must"),
+    "allowed": ({"allowed": true(3, 3)}, ValueError, "allowed must"),
+    "allowed, float": ({"allowed": torch.ones(3, 5)}, TypeError, "boolean"),
+    "position_ids, of all": ({"position_ids": torch.arange(5)}, ValueError, "position_ids must"),
+    "position_ids, another batch": ({"position_ids": torch.zeros(3, 3, dtype=torch.int64)}, ValueError, "position_ids must"),
+    "position_ids, float": ({"position_ids": torch.zeros(3)}, TypeError, "whole numbers"),
+    "position_ids, negative": ({"position_ids": torch.arange(3) - 1}, ValueError, "positions must be"),
+    "mask_mod": ({"mask_mod": lambda b, h, i, j: i - j}, TypeError, "mask_mod"),
+    "x": ({"x": torch.ones(B, 3, C + 1, dtype=torch.float64)}, ValueError, "x must be"),
+    "context": ({"context": torch.ones(B, 3, C, dtype=torch.float64)}, ValueError, "self-attention"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_refused_call_leaves_the_cache_as_it_was(wrong):
+    options, error, words = WRONG[wrong]
+    layer, x = positioned("rope", n=5)
+    with torch.no_grad():
+        whole = layer(x, causal=True)
+        cache = KVCache(1, 8).layer(0)
+        layer(x[:, :2], causal=True, cache=cache)
+        with pytest.raises(error, match=words):
+            layer(**{"x": x[:, 2:], "causal": True, "cache": cache, **options})
+        assert cache.length == 2
+        close(layer(x[:, 2:], causal=True, cache=cache), whole[:, 2:])
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda: nn.MultiHeadAttention(8, 4, window=0), ValueError, "width"),
+    (lambda: nn.MultiHeadAttention(8, 4, window=2.0), TypeError, "whole number"),
+    (lambda: nn.MultiHeadAttention(8, 4, rope=RotaryEmbedding(4)), ValueError, "its head_dim is 2"),
+    (lambda: nn.MultiHeadAttention(8, 4, relative_bias=ALiBi(8)), ValueError, "its num_heads is 4"),
+    (lambda: layer_and_input(rope=RotaryEmbedding(2))[0](*[context(B, T, C)] * 2), ValueError, "self-attention"),
+    (lambda: layer_and_input(window=2)[0](*[context(B, T, C)] * 2), ValueError, "self-attention"),
+    (lambda: layer_and_input()[0](*[context(B, T, C)] * 2, position_ids=torch.arange(T)), ValueError, "self-attention"),
+    (lambda: layer_and_input()[0](context(B, T, C), (context(B, 4, T, 2), context(B, 4, T, 3))), ValueError, "keys_and_values"),
+    (lambda: layer_and_input()[0](context(B, T, C), (context(B, 2, T, 2),) * 2), ValueError, "keys_and_values"),
+    (lambda: layer_and_input()[0](context(B, T, C), cache=object()), TypeError, "`length`")])
+def test_parts_that_do_not_fit_are_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

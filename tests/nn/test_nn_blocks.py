@@ -7,6 +7,7 @@ import tinygrad_tf as torch
 import tinygrad_tf.nn.functional as F
 from tinygrad_tf import nn
 from tinygrad_tf.gradcheck import gradcheck_module
+from tinygrad_tf.nn.positions import ALiBi, RotaryEmbedding
 from tinygrad_tf.ops.shape import cat
 from tinygrad_tf.optim import SGD
 
@@ -16,6 +17,10 @@ RECORDED = dict(np.load(record_nn.FILE))
 class Cache:
     def __init__(self):
         self.kv = None
+
+    @property
+    def length(self):
+        return 0 if self.kv is None else self.kv[0].shape[2]
 
     def update(self, k, v):
         self.kv = (k, v) if self.kv is None else tuple(cat([old, new], dim=2) for old, new in zip(self.kv, (k, v)))
@@ -138,3 +143,84 @@ def test_a_block_learns():
         optimizer.step()
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0]
+
+
+# --- the modern block ---------------------------------------------------------------------------------------------------
+
+MODERN = {"norm_first": True, "norm": "rms", "ffn": "swiglu", "bias": False, "num_kv_heads": 2}
+
+
+def modern(**options):
+    return block_and_input(**{**MODERN, "rope": RotaryEmbedding(2), "window": 3, **options})
+
+
+def test_the_modern_block_is_its_parts():
+    """Guide 10.5: x + attention(norm(x)), + SwiGLU(norm(x)), RMSNorm, RoPE, grouped heads, a window; no bias anywhere."""
+    block, x = modern()
+    assert isinstance(block.norm1, nn.RMSNorm) and isinstance(block.norm2, nn.RMSNorm)
+    assert sorted(name for name, _ in block.named_parameters()) == sorted(
+        [f"attention.{p}_proj.weight" for p in ("q", "k", "v", "out")] + [f"ffn.{p}_proj.weight" for p in ("gate", "up", "down")]
+        + ["norm1.weight", "norm2.weight"])
+    y = x + block.attention(F.rms_norm(x, (8,), block.norm1.weight, 1e-6), causal=True)
+    z, ffn = F.rms_norm(y, (8,), block.norm2.weight, 1e-6), block.ffn
+    gated = F.silu(F.linear(z, ffn.gate_proj.weight)) * F.linear(z, ffn.up_proj.weight)
+    expected = y + F.linear(gated, ffn.down_proj.weight)
+    np.testing.assert_allclose(block(x, causal=True).tolist(), expected.tolist(), atol=1e-12)
+    assert gradcheck_module(block, x.requires_grad_(), fast_mode=True)
+
+
+@pytest.mark.parametrize("ffn, activation", [("glu", "sigmoid"), ("reglu", "relu"), ("geglu", "gelu"), ("swiglu", "silu")])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gated_networks_by_name(ffn, activation, bias):
+    block, x = block_and_input(ffn=ffn, bias=bias)
+    gated = nn.GatedFeedForward(8, 16, activation, bias, dropout=0.1).double().eval()
+    assert not gated.load_state_dict(block.ffn.state_dict()).missing_keys
+    assert (gated(x) == block.ffn(x)).all() and block.ffn.dropout.p == 0.1
+
+
+def test_plain_networks_by_name():
+    for ffn in ("relu", "gelu_tanh", "silu"):
+        block, x = block_and_input(ffn=ffn)
+        other, _ = block_and_input(activation=ffn)
+        assert (block(x) == other(x)).all()
+    both = [nn.TransformerBlock(8, 4, 16, norm=norm) for norm in ("layer", "rms")]
+    assert [len(list(b.norm1.parameters())) for b in both] == [2, 1]
+
+
+def test_new_options_leave_the_first_values_alone():
+    """One seed gives one block: what is off by default draws nothing."""
+    torch.manual_seed(0)
+    before = nn.TransformerBlock(8, 4, 16).state_dict()
+    torch.manual_seed(0)
+    after = nn.TransformerBlock(8, 4, 16, window=2, rope=RotaryEmbedding(2), relative_bias=ALiBi(4)).state_dict()
+    assert list(before) == list(after) and all((before[k] == after[k]).all() for k in before)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": False}, {"ffn": "geglu", "norm": "layer", "bias": True},
+                                     {"rope": None, "relative_bias": ALiBi(4)}])
+def test_the_modern_block_cached_padded_and_packed(options):
+    block, x = modern(**options)
+    whole, cache = block(x, causal=True), Cache()
+    parts = [block(x[:, a:b], causal=True, cache=cache, position_ids=torch.arange(a, b)) for a, b in ((0, 3), (3, 4), (4, 5))]
+    np.testing.assert_allclose(cat(parts, dim=1).tolist(), whole.tolist(), atol=1e-12)
+    padded = cat([x[:, :2] * 0 + 5, x], dim=1)
+    valid = torch.tensor([[False, False] + [True] * 5] * 2)
+    np.testing.assert_allclose(block(padded, causal=True, valid_tokens=valid)[:, 2:].tolist(), whole.tolist(), atol=1e-12)
+    packed = block(x, mask_mod=nn.masks.packing_mod(torch.tensor([[0, 0, 1, 1, 1]] * 2)), position_ids=torch.tensor([0, 1, 0, 1, 2]))
+    np.testing.assert_allclose(packed[:, :2].tolist(), whole[:, :2].tolist(), atol=1e-12)
+    np.testing.assert_allclose(packed[:, 2:].tolist(), block(x[:, 2:], causal=True).tolist(), atol=1e-12)
+
+
+def test_a_score_function_reaches_the_scores():
+    block, x = modern()
+    assert (block(x, score_mod=lambda score, *where: score) - block(x)).abs().max() < 1e-12
+    assert (block(x, score_mod=lambda score, *where: 5 * score) != block(x)).any()
+    with pytest.raises(TypeError, match="colour"):
+        block(x, colour="red")
+
+
+@pytest.mark.parametrize("options, words", [({"norm": "batch"}, "'rms'"), ({"ffn": "moe"}, "swiglu"), ({"activation": "moe"}, "swiglu"),
+                                            ({"window": 0}, "width"), ({"rope": RotaryEmbedding(4)}, "head_dim")])
+def test_impossible_blocks_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        nn.TransformerBlock(8, 4, 16, **options)

@@ -37,11 +37,27 @@ def test_numbered_containers_change_like_lists(make):
     for wrong in (3, -3):
         with pytest.raises(IndexError, match="length 2"):
             m[wrong]
+        with pytest.raises(IndexError, match="length 2"):
+            m.insert(wrong, a)
     with pytest.raises(TypeError, match="Module"):
         m.append(torch.ones(1))
     with pytest.raises(TypeError, match="Module"):
         m.insert(0, print)
     assert list(m) == [c, d]
+
+
+@pytest.mark.parametrize("make", [lambda *m: nn.Sequential(*m), lambda *m: nn.ModuleList(m)])
+@pytest.mark.parametrize("index", [-3, -2, -1, 0, 1, 2, 3, 5])
+def test_insertion_is_that_of_a_list_within_the_length(make, index):
+    a, b, new = (nn.Linear(1, 1) for _ in range(3))
+    m, wanted = make(a, b), [a, b]
+    if abs(index) > 2:
+        with pytest.raises(IndexError, match=f"index {index}.*length 2"):
+            m.insert(index, new)
+    else:
+        m.insert(index, new)
+        wanted.insert(index, new)
+    assert list(m) == wanted and list(m._modules) == [str(i) for i in range(len(wanted))]
 
 
 def test_module_list_has_no_forward_and_finds_parameters():

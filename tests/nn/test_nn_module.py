@@ -240,6 +240,24 @@ def test_a_value_that_does_not_fit_is_refused_even_if_not_strict(bad):
     assert (net.weight == weight).all()
 
 
+@pytest.mark.parametrize("where", ["weight", "bias", "ones"])
+@pytest.mark.parametrize("how", ["expanded", "read-only"])
+def test_memory_that_cannot_be_written_is_named_and_nothing_is_loaded(where, how):
+    net = nn.Linear(2, 2)
+    net.register_buffer("ones", torch.ones(2))
+    state = {k: v + 1 for k, v in net.state_dict().items()}
+    fixed = np.broadcast_to(np.float32(3), net.state_dict()[where].shape)
+    fixed = torch.zeros(1).expand(net.state_dict()[where].shape) if how == "expanded" else torch.zeros(1).new_tensor(fixed)
+    if how == "read-only":
+        fixed.array.flags.writeable = False
+    setattr(net, where, fixed if where == "ones" else nn.Parameter(fixed))
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=f"(?s)Linear.*{where}: .*cannot be written.*clone"):
+            net.load_state_dict(state, strict=strict)
+    assert all((before[k] == v).all() for k, v in net.state_dict().items())
+
+
 def test_strict_false_reports_and_loads_the_rest():
     net = nn.Linear(2, 1)
     result = net.load_state_dict({"weight": torch.zeros(1, 2), "x": torch.ones(1)}, strict=False)

@@ -7,7 +7,7 @@ from twins import assert_leaves_memory_alone, assert_twins
 
 import tinygrad_tf
 from tinygrad_tf import no_grad, randn, tensor
-from tinygrad_tf.ops.activation import erf, gelu, leaky_relu, relu, silu, softplus
+from tinygrad_tf.ops.activation import erf, gelu, glu, leaky_relu, relu, relu_squared, silu, softplus
 
 pytestmark = pytest.mark.filterwarnings("error")
 X = np.random.default_rng(0).normal(0, 2, (5, 7))
@@ -33,7 +33,9 @@ def test_live(name):
     (gelu, lambda x: x * (1 + erf(x / math.sqrt(2))) / 2),
     (lambda x: gelu(x, "tanh"), lambda x: x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh()) / 2),
     (silu, lambda x: x * x.sigmoid()),
-    (softplus, lambda x: (1 + x.exp()).log())], ids=["relu", "leaky_relu", "gelu", "gelu tanh", "silu", "softplus"])
+    (relu_squared, lambda x: x.clamp_min(0.0) * x.clamp_min(0.0)),
+    (softplus, lambda x: (1 + x.exp()).log())],
+    ids=["relu", "leaky_relu", "gelu", "gelu tanh", "silu", "relu_squared", "softplus"])
 def test_fused_equals_composed(fused, composed):
     assert_twins(fused, composed, X)
 
@@ -108,3 +110,28 @@ def test_in_place(function):
     by_place, x.grad = x.grad, None
     (y * y).sum().backward()
     np.testing.assert_array_equal(by_place.numpy(), x.grad.numpy())
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_glu_is_the_first_half_times_the_gate_of_the_second(dim):
+    x = tensor(np.random.default_rng(0).normal(size=(4, 6)), requires_grad=True)
+    (a, b), axis = np.split(x.detach().numpy(), 2, axis=dim), dim % 2
+    gate = 1 / (1 + np.exp(-b))
+    y = glu(x, dim)
+    y.sum().backward()
+    np.testing.assert_allclose(y.detach().numpy(), a * gate, rtol=1e-12)
+    np.testing.assert_allclose(x.grad.numpy(), np.concatenate([gate, a * gate * (1 - gate)], axis=axis), rtol=1e-12)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("shape, dim", [((4, 6), 0), ((4, 6), -1), ((2, 3, 2), 2), ((3, 5), 1), ((), 0), ((2, 2), 2)])
+def test_glu_live(shape, dim):
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).normal(size=shape)
+    try:
+        expected = torch.nn.functional.glu(torch.tensor(x), dim).numpy()
+    except (RuntimeError, IndexError) as error:
+        with pytest.raises(type(error)):
+            glu(tensor(x), dim)
+    else:
+        np.testing.assert_allclose(glu(tensor(x), dim).numpy(), expected, rtol=1e-12)

@@ -6,6 +6,7 @@ import pytest
 from record_ops_fused import assert_close, names, ours, recorded, replay
 from twins import assert_leaves_memory_alone, assert_twins
 
+import tinygrad_tf
 from tinygrad_tf import bool as bool_
 from tinygrad_tf import float16, manual_seed, ones, randn, tensor, where, zeros
 from tinygrad_tf.ops.attention import attention_weights, scaled_dot_product_attention
@@ -96,6 +97,15 @@ def test_memory():
     assert_leaves_memory_alone(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
     assert_leaves_memory_alone(scaled_dot_product_attention, q, k, v, RANDOM.normal(size=(3, 3)))
     assert_leaves_memory_alone(attention_weights, q, k, RANDOM.normal(size=(3, 3)))
+
+
+@pytest.mark.parametrize("key_heads, value_heads", [(2, 4), (4, 2), (2, 3), (1, 6), (12, 3), (4, 6)])
+def test_key_and_value_may_differ_in_heads(key_heads, value_heads):
+    """Query head h reads key head h // (12 / Hk) and value head h // (12 / Hv)."""
+    q, k, v = (RANDOM.normal(size=(2, heads, 3, 4)) for heads in (12, key_heads, value_heads))
+    assert_twins(lambda q, k, v, m: scaled_dot_product_attention(q, k, v, m, enable_gqa=True),
+                 lambda q, k, v, m: composed(q, k.repeat_interleave(12 // key_heads, 1), v.repeat_interleave(12 // value_heads, 1), m),
+                 q, k, v, RANDOM.normal(size=(2, 12, 3, 3)))
 
 
 def test_grouped_heads_are_not_copied():
@@ -222,11 +232,51 @@ def test_half_precision_is_computed_in_float32():
 
 def test_float32_stays_float32():
     q = randn(2, 3, 4, requires_grad=True)
-    y = where(scaled_dot_product_attention(q, q, q, zeros(3, 3).double()) > 0, q, q)
+    y = where(scaled_dot_product_attention(q, q, q, zeros(3, 3)) > 0, q, q)
     y.sum().backward()
     assert y.dtype == q.grad.dtype == q.dtype
     node = scaled_dot_product_attention(q, q, q, is_causal=True).grad_fn
     assert {a.dtype for a in node.saved if a is not None} == {np.dtype(np.float32)}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("query", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("mask", ["bool", "uint8", "int64", "float16", "float32", "float64"])
+def test_dtypes_of_a_mask_are_those_of_pytorch(query, mask):
+    assert same_outcome(lambda torch, f: f(*[torch.ones(1, 2, 3, 4).to(getattr(torch, query))] * 3,
+                                           torch.ones(3, 3).to(getattr(torch, mask))))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["bool", "float32"])
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2), (1, 3, 2)])
+@pytest.mark.parametrize("mask", [(5, 6), (1, 6), (5, 1), (4, 6), (2, 5, 6), (1, 5, 6), (3, 5, 6), (3, 2, 5, 6), (3, 1, 1, 6), (4, 2, 5, 6),
+                                  (1, 3, 2, 5, 6), (7, 3, 2, 5, 6), (1, 1, 1, 5, 6)], ids=str)
+def test_shapes_of_a_mask_are_those_of_pytorch(lead, mask, dtype):
+    """It broadcasts to the scores, and never the scores to it."""
+    assert same_outcome(lambda torch, f: f(torch.ones(*lead, 5, 4), *[torch.ones(*lead, 6, 4)] * 2,
+                                           torch.ones(*mask).to(getattr(torch, dtype))))
+
+
+def same_outcome(call):
+    """Both frameworks raise RuntimeError, or return the same shape and dtype."""
+    torch = pytest.importorskip("torch")
+    outcomes = []
+    for framework, f in ((torch, torch.nn.functional.scaled_dot_product_attention), (tinygrad_tf, scaled_dot_product_attention)):
+        try:
+            y = call(framework, f)
+            outcomes.append((tuple(y.shape), str(y.dtype)))
+        except RuntimeError:
+            outcomes.append("RuntimeError")
+    return outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("query, mask", [("float16", "float32"), ("float64", "float32"), ("float16", "float16")])
+def test_the_gradient_of_a_mask_has_its_dtype(query, mask):
+    q, m = (ones(2, 3, 4).to(getattr(tinygrad_tf, query)), randn(2, 3, 3).to(getattr(tinygrad_tf, mask)).requires_grad_())
+    v = randn(2, 3, 4).to(q.dtype)
+    scaled_dot_product_attention(q, q, v, m).sum().backward()
+    assert m.grad.dtype == m.dtype and (m.grad != 0).any()
 
 
 Q = (2, 4, 3, 8)
@@ -244,10 +294,18 @@ Q = (2, 4, 3, 8)
     (r"int64", lambda q, s: s(q.long(), q.long(), q.long())),
     (r"enable_gqa=True", lambda q, s: s(q, q[:, :2], q[:, :2])),
     (r"enable_gqa=True", lambda q, s: s(q, q, q[:, :2])),
-    (r"divides.*\(2, 3, 3, 8\).*\(2, 2, 3, 8\)", lambda q, s: s(q[:, :3], q[:, :2], q[:, :2], enable_gqa=True)),
-    (r"one number of heads", lambda q, s: s(q, q[:, :2], q[:, :1], enable_gqa=True)),
+    (r"divide.*\(2, 3, 3, 8\).*\(2, 2, 3, 8\)", lambda q, s: s(q[:, :3], q[:, :2], q[:, :2], enable_gqa=True)),
+    (r"divide.*\(2, 2, 3, 8\).*\(2, 3, 3, 8\)", lambda q, s: s(q, q[:, :2], q[:, :3], enable_gqa=True)),
+    (r"divide.*\(3, 8\)", lambda q, s: s(q[0, 0], q[0, 0], q[0, 0], enable_gqa=True)),
+    (r"attn_mask \(2, 3, 3\) must have 1 or 4 heads.*\(2, 4, 3, 8\)",
+     lambda q, s: s(q, q[:, :2], q[:, :2], ones(2, 3, 3, dtype=bool_), enable_gqa=True)),
     (r"attn_mask \(2, 3\).*\(2, 4, 3, 3\).*\[:, None, None, :\]", lambda q, s: s(q, q, q, ones(2, 3, dtype=bool_))),
     (r"attn_mask \(5, 3\)", lambda q, s: s(q[:, :, :1], q, q, ones(5, 3, dtype=bool_))),
+    (r"attn_mask \(1, 2, 4, 3, 3\).*\(2, 4, 3, 3\)", lambda q, s: s(q, q, q, ones(1, 2, 4, 3, 3, dtype=bool_))),
+    (r"attn_mask \(2, 4, 3, 3\).*\(1, 4, 3, 3\)", lambda q, s: s(q[:1], q[:1], q[:1], zeros(2, 4, 3, 3))),
+    (r"float32, got torch.float64.*\.to\(query.dtype\)", lambda q, s: s(q, q, q, zeros(3, 3).double())),
+    (r"float32, got torch.float16", lambda q, s: s(q, q, q, zeros(3, 3).half())),
+    (r"float16, got torch.float64", lambda q, s: s(q.half(), q.half(), q.half(), zeros(3, 3).double())),
     (r"bool.*float.*int64.*bool\(\)", lambda q, s: s(q, q, q, ones(3, 3).long()))])
 def test_wrong_calls(text, call):
     with pytest.raises(RuntimeError, match=f"(?s){text}"):

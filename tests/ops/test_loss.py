@@ -201,3 +201,18 @@ def test_mse_warns_where_it_broadcasts():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mse_loss(ones(2, 3), zeros(2, 3), reduction="sum").item() == 6
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, nll_loss])
+@pytest.mark.parametrize("weight", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("ignore_index", [-100, 0, 2])
+def test_the_weight_of_no_counted_class_does_not_matter(loss, weight, reduction, ignore_index):
+    """An ignored row takes no weight: 0 · ∞ is NaN. (With label smoothing every weight counts, so that it does matter.)"""
+    results = []
+    for w in (weight, 7.0):
+        x = tensor(np.arange(6, dtype=np.float32).reshape(2, 3) / 3, requires_grad=True)
+        y = loss(x, tensor([ignore_index, 1]), weight=tensor([w, 1.0, w]), reduction=reduction, ignore_index=ignore_index)
+        y.sum().backward()
+        results.append((y.tolist(), x.grad.tolist()))
+    assert results[0] == results[1] and np.isfinite(results[0][1]).all()

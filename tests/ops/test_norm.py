@@ -124,3 +124,24 @@ def test_wrong_calls(function):
 def test_normalize_gives_unit_length(p, dim):
     x = normalize(randn(3, 4, 5), p=p, dim=dim)
     np.testing.assert_allclose(np.linalg.norm(x.numpy(), ord=p, axis=dim), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, large", [("float32", 1e25), ("float32", 1e30), ("float64", 1e200)])
+@pytest.mark.parametrize("size", [3, 64, 2000])
+def test_a_row_whose_variance_overflows_is_nan_and_not_zeros(dtype, large, size):
+    x = np.concatenate([RANDOM.normal(size=(1, size)) * large, RANDOM.normal(size=(1, size))]).astype(dtype)
+    for parameters in ((), (ones(size).to(tensor(x).dtype),) * 2):
+        t = tensor(x, requires_grad=True)
+        y = layer_norm(t, (size,), *parameters)
+        y.sum().backward()
+        assert y[0].isnan().all() and t.grad[0].isnan().all() and not y[1].isnan().any() and not t.grad[1].isnan().any()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("large", [1e15, 1e18, 1e25])
+def test_large_rows_live(large):
+    """Where PyTorch's answer does not depend on the size of the row: layer norm of 3, RMS norm of any."""
+    torch, x = pytest.importorskip("torch"), (np.array([[1, -1, 3]]) * large).astype(np.float32)
+    for function in (layer_norm, rms_norm):
+        wanted = getattr(torch.nn.functional, function.__name__)(torch.tensor(x), (3,))
+        np.testing.assert_allclose(function(tensor(x), (3,)).numpy(), wanted.numpy(), rtol=1e-6, atol=0)

@@ -85,6 +85,97 @@ def test_what_a_scheduler_needs():
         LRScheduler(optimizer(0.1))
 
 
+def test_a_group_added_later():
+    o = optimizer(0.1)
+    s = LambdaLR(o, lambda step: 0.5 ** step)
+    o.add_param_group({"params": nn.Parameter(torch.ones(1)), "lr": 0.3})
+    with pytest.raises(ValueError, match="LambdaLR: 1 learning rates for 2 parameter groups.*new scheduler"):
+        s.step()
+    assert rates(o) == [0.1, 0.3] and s.get_last_lr() == [0.1]
+    o = optimizer(1.0)
+    s = CosineAnnealingLR(o, T_max=4)
+    o.add_param_group({"params": nn.Parameter(torch.ones(1)), "lr": 0.5})
+    for _ in range(2):
+        s.step()
+    assert rates(o) == s.get_last_lr() == pytest.approx([0.5, 0.25])
+    s.step(), s.step()
+    with pytest.raises(ValueError, match="CosineAnnealingLR: 1 learning rates for 2"):
+        s.step()                                # up again from the lowest point: towards which rate, for the second?
+
+
+def test_a_rate_that_was_changed_is_where_the_cosine_goes_on():
+    o = optimizer(1.0, 1.0)
+    s = CosineAnnealingLR(o, T_max=4)
+    o.param_groups[0]["lr"] = 0.0
+    for wanted in (0.853553, 0.5, 0.146447, 0.0, 0.146447):
+        s.step()
+        assert rates(o) == pytest.approx([0.0 if s.last_epoch < 5 else wanted, wanted], abs=1e-6)
+
+
+def test_a_rate_that_is_a_tensor_stays_one():
+    lr = torch.tensor(0.5, dtype=torch.float64)
+    o = SGD([nn.Parameter(torch.ones(1))], lr=lr)
+    s = LambdaLR(o, lambda step: 0.5 ** step)
+    s.step(), s.step()
+    assert o.param_groups[0]["lr"] is lr and lr.item() == 0.125 and s.base_lrs == [0.5] and s.get_last_lr() == [0.125]
+
+
+def schedule_with_interventions(framework, make, tensor_lr):
+    """The rates of 30 steps, in which the user changes one, adds a group, and begins again in the middle."""
+    lr, schedulers = 0.3, framework.optim.lr_scheduler
+    if tensor_lr:
+        lr = framework.tensor(lr, dtype=framework.float64)
+    o = framework.optim.SGD([framework.nn.Parameter(framework.ones(1))], lr=lr)
+    s, seen = make(schedulers, o, -1), []
+    for step in range(30):
+        if step == 4:
+            o.param_groups[0]["lr"] = 0.2
+        if step == 10 and make is cosine:
+            o.add_param_group({"params": framework.nn.Parameter(framework.ones(1)), "lr": 0.7})
+        if step == 12:
+            for group in o.param_groups:
+                group.setdefault("initial_lr", 0.6)
+            s = make(schedulers, o, s.last_epoch)
+            seen.append([float(x) for x in s.get_last_lr()])
+        o.step()
+        s.step()
+        seen.append([float(group["lr"]) for group in o.param_groups])
+        assert [float(x) for x in s.get_last_lr()] == seen[-1]
+    return [x for rates in seen for x in rates]
+
+
+def cosine(schedulers, o, last_epoch):
+    return schedulers.CosineAnnealingLR(o, 9, 0.01, last_epoch)
+
+
+def decay(schedulers, o, last_epoch):
+    return schedulers.LambdaLR(o, lambda step: 0.9 ** step, last_epoch)
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [cosine, decay])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_what_the_user_changes_on_the_way_acts_as_in_pytorch(make, tensor_lr):
+    theirs, mine = (schedule_with_interventions(f, make, tensor_lr) for f in (pytest.importorskip("torch"), torch))
+    assert mine == pytest.approx(theirs, rel=1e-10) and len(set(mine)) > 15
+
+
+@pytest.mark.torch
+def test_a_group_added_later_is_refused_as_in_pytorch():
+    for framework in (pytest.importorskip("torch"), torch):
+        first, second = (framework.nn.Parameter(framework.ones(1)) for _ in range(2))
+        o = framework.optim.SGD([first], lr=0.1)
+        constant, wave = framework.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5), framework.optim.lr_scheduler.CosineAnnealingLR(o, 1)
+        o.add_param_group({"params": second})
+        o.step()
+        with pytest.raises(ValueError):
+            constant.step()
+        wave.step()
+        with pytest.raises(ValueError):
+            wave.step()
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("make", [lambda s, o: s.LambdaLR(o, lambda step: 0.9 ** step), lambda s, o: s.CosineAnnealingLR(o, 7, 0.01)])
 def test_rates_are_those_of_pytorch(make):

@@ -124,6 +124,73 @@ def test_a_bowl_is_descended(kind, options):
     assert np.abs(np.array(p.tolist()) - 1).max() < 0.1
 
 
+MANY = [("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "maximize": True, "dampening": 0.2}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}), ("Adam", {"lr": 0.1}),
+        ("Adam", {"lr": 0.1, "amsgrad": True, "maximize": True, "weight_decay": 0.1}),
+        ("AdamW", {"lr": 0.1}), ("AdamW", {"lr": 0.1, "amsgrad": True, "weight_decay": 0.3})]
+SHAPES = [(), (1,), (0,), (2, 1, 3)]
+
+
+def trajectory(framework, kind, options, dtype, steps=10):
+    """The values of parameters of all shapes after each step, and the shapes of their state."""
+    rng = np.random.default_rng(3)
+    params = [framework.nn.Parameter(framework.tensor(rng.normal(size=s), dtype=getattr(framework, dtype))) for s in SHAPES]
+    optimizer, seen = getattr(framework.optim, kind)(params, **options), []
+    for _ in range(steps):
+        for p in params:
+            p.grad = framework.tensor(rng.normal(size=tuple(p.shape)), dtype=p.dtype)
+        optimizer.step()
+        seen.append(np.concatenate([np.reshape(p.tolist(), -1) for p in params]))
+    state = {i: {name: (tuple(v.shape), str(v.dtype)) for name, v in entry.items() if v is not None}
+             for i, entry in optimizer.state_dict()["state"].items()}
+    return np.array(seen), state
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind, options", MANY)
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 1e-6)])
+def test_every_shape_moves_as_in_pytorch(kind, options, dtype, tolerance):
+    theirs, their_state = trajectory(pytest.importorskip("torch"), kind, options, dtype)
+    mine, state = trajectory(torch, kind, options, dtype)
+    np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert state == their_state
+
+
+@pytest.mark.parametrize("kind, options", MANY)
+def test_a_0d_parameter_moves_like_one_of_one_element(kind, options):
+    p, q = nn.Parameter(torch.tensor(2.0)), parameter(2.0)
+    optimizer = getattr(torch.optim, kind)([p, q], **options)
+    for g in (1.0, -0.5, 3.0):
+        p.grad, q.grad = torch.tensor(g), torch.tensor([g])
+        optimizer.step()
+        assert p.item() == q.item() != 2.0
+    assert p.grad.item() == 3.0 and all(isinstance(v.array, np.ndarray) and v.shape == () for v in optimizer.state[p].values())
+
+
+@pytest.mark.parametrize("kind, options", MANY)
+def test_options_may_be_tensors(kind, options):
+    options = {"weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-4, **options}
+    options = {name: v for name, v in options.items() if kind != "SGD" or name not in ("betas", "eps")}
+
+    def as_tensor(value):
+        if isinstance(value, tuple):
+            return tuple(map(as_tensor, value))
+        return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
+    p, q = parameter(1.0, 2.0), parameter(1.0, 2.0)
+    plain = getattr(torch.optim, kind)([p], **options)
+    given = getattr(torch.optim, kind)([q], **{name: as_tensor(value) for name, value in options.items()})
+    train(plain, [p], 3, 0), train(given, [q], 3, 0)
+    assert p.tolist() == q.tolist() != [1.0, 2.0]
+    snapshot = given.state_dict()
+    given.param_groups[0]["lr"].fill_(0.0)
+    train(given, [q], 1, 0)
+    assert p.tolist() == q.tolist() and snapshot["param_groups"][0]["lr"].item() == options["lr"]
+    given.load_state_dict(snapshot)
+    given.param_groups[0]["lr"].fill_(7.0)
+    assert snapshot["param_groups"][0]["lr"].item() == options["lr"]
+
+
 # --- groups -------------------------------------------------------------------------------------------------------
 
 def test_groups_have_their_own_options():
@@ -135,6 +202,35 @@ def test_groups_have_their_own_options():
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
     assert p.item() == pytest.approx(0.9) and "Parameter Group 2" in repr(optimizer) and "weight_decay: 1.0" in repr(optimizer)
+
+
+def test_named_parameters_keep_their_names():
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.named_parameters(), lr=0.1)
+    optimizer.add_param_group({"params": [("extra", parameter(1.0))], "lr": 0.5})
+    assert optimizer.param_groups[0]["params"] == [model.weight, model.bias]
+    state = optimizer.state_dict()
+    assert [g["param_names"] for g in state["param_groups"]] == [["weight", "bias"], ["extra"]]
+    assert [g["params"] for g in state["param_groups"]] == [[0, 1], [2]] and "param_names: ['extra']" in repr(optimizer)
+    with pytest.raises(ValueError, match="named_parameters"):
+        optimizer.add_param_group({"params": parameter(1.0)})
+    assert len(optimizer.param_groups) == 2
+    unnamed = SGD([{"params": model.parameters()}, {"params": parameter(1.0)}], lr=7.0)
+    plain = unnamed.state_dict()
+    unnamed.load_state_dict(state)              # names that are loaded stay; where none are, one's own do
+    assert unnamed.state_dict() == state
+    optimizer.load_state_dict(plain)
+    assert optimizer.param_groups[1]["param_names"] == ["extra"] and optimizer.param_groups[1]["lr"] == 7.0
+
+
+@pytest.mark.torch
+def test_named_parameters_are_kept_as_in_pytorch():
+    groups = []
+    for framework in (pytest.importorskip("torch"), torch):
+        model = framework.nn.Sequential(framework.nn.Linear(2, 3), framework.nn.Linear(3, 1))
+        optimizer = framework.optim.SGD([{"params": model[0].named_parameters()}, {"params": model[1].named_parameters("last")}])
+        groups.append([(g["params"], g["param_names"]) for g in optimizer.state_dict()["param_groups"]])
+    assert groups[0] == groups[1] == [([0, 1], ["weight", "bias"]), ([2, 3], ["last.weight", "last.bias"])]
 
 
 def test_zero_grad():
@@ -159,6 +255,11 @@ LEAF = parameter(1.0)
     (lambda: SGD([LEAF, LEAF], lr=0.1), ValueError, "more than once"),
     (lambda: SGD([{"params": LEAF}, {"params": LEAF}]), ValueError, "more than once"),
     (lambda: SGD([{"params": [LEAF]}, LEAF]), TypeError, "dict"),
+    (lambda: SGD([("p", LEAF), parameter(2.0)]), ValueError, "1 of 2"), (lambda: SGD([("p", 1.0)]), TypeError, "float"),
+    (lambda: SGD([("p", LEAF, 3)]), TypeError, "tuple"), (lambda: SGD([("p", LEAF), ("q", LEAF)]), ValueError, "more than once"),
+    (lambda: SGD([{"params": [("p", LEAF)]}, {"params": parameter(2.0)}]), ValueError, "with or without names"),
+    (lambda: SGD([LEAF], lr=torch.tensor([0.1, 0.2])), ValueError, "one element"),
+    (lambda: SGD([LEAF], lr=torch.tensor(-0.1)), ValueError, "learning rate"),
     (lambda: SGD([LEAF], lr=-0.1), ValueError, "learning rate"), (lambda: SGD([LEAF], lr=math.nan), ValueError, "learning rate"),
     (lambda: SGD([LEAF], lr=math.inf), ValueError, "learning rate"),
     (lambda: SGD([{"params": LEAF, "lr": -1}]), ValueError, "learning rate"),
@@ -175,12 +276,26 @@ def test_bad_input_raises(make, error, words):
         make()
 
 
-def test_a_gradient_of_another_shape_is_refused():
+@pytest.mark.parametrize("kind, options", KINDS)
+@pytest.mark.parametrize("how", ["expanded", "read-only"])
+def test_what_cannot_be_written_is_refused_before_anything_moves(kind, options, how):
+    p, q = parameter(1.0, grad=[1.0]), nn.Parameter(torch.ones(1).expand(2) if how == "expanded" else torch.ones(2))
+    q.array.flags.writeable = False
+    optimizer = kind([{"params": [p]}, {"params": [q]}], **options)
+    optimizer.step()                            # q has no gradient: nothing is to be written
+    before, state = p.item(), copy.deepcopy(optimizer.state_dict())
+    q.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"parameter of shape \(2,\).*in place.*clone"):
+        optimizer.step()
+    assert p.item() == before and repr(optimizer.state_dict()) == repr(state)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), torch.ones(3, 2).double()])
+def test_a_wrong_gradient_never_reaches_the_optimizer(wrong):
     p = nn.Parameter(torch.ones(3, 2))
-    p.grad = torch.ones(2)
-    with pytest.raises(RuntimeError, match="shape"):
-        SGD([p], lr=0.1).step()
-    assert (p == 1).all()
+    with pytest.raises(RuntimeError, match="shape and dtype"):
+        p.grad = wrong
+    assert p.grad is None
 
 
 # --- saving and loading -------------------------------------------------------------------------------------------

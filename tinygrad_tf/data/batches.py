@@ -19,9 +19,9 @@ class BatchSampler:
         self.ids = as_ids(ids)
         self.context = positive("context", context)
         self.batch_size = positive("batch_size", batch_size)
-        require_length(self.ids, context, "training text")
+        require_length(self.ids, self.context, "training text")
         # A negative seed means the 64-bit pattern of it, as in manual_seed.
-        self.rng = np.random.Generator(np.random.PCG64(seed % 2**64))
+        self.rng = np.random.Generator(np.random.PCG64(operator.index(seed) % 2**64))
 
     def next(self):
         """-> inputs [B, T], targets [B, T], int64, neither sharing memory with the other or with ids"""
@@ -44,12 +44,10 @@ class BatchSampler:
                     f"BatchSampler.load_state_dict: {name} is {size} here, but {state.get(name)} in the saved state; "
                     f"resume with the text and the sizes that the run began with"
                 )
-        restored = np.random.PCG64()
         try:
-            restored.state = state["rng"]
+            self.rng = np.random.Generator(restored_pcg64(state["rng"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"BatchSampler.load_state_dict: the generator's state is damaged: {error}") from error
-        self.rng = np.random.Generator(restored)
 
     def sizes(self):
         return {"tokens": len(self.ids), "context": self.context, "batch_size": self.batch_size}
@@ -76,6 +74,16 @@ def side_by_side(inputs, targets, T, B):
 
 
 def positive(name, value):
+    """The size as a Python int, which JSON can hold, NumPy's integers included."""
     if operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
+    return operator.index(value)
+
+
+def restored_pcg64(state):
+    """The generator in that state. Raises for what NumPy refuses, and for what it takes but no generator ever says."""
+    generator = np.random.PCG64()
+    generator.state = state
+    if generator.state != state or state["state"]["inc"] % 2 == 0:  # of an even increment, it would repeat itself soon
+        raise ValueError("PCG64 has an odd increment and integers only")
+    return generator

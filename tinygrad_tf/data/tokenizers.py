@@ -104,7 +104,7 @@ class CharTokenizer:
         """The tokenizer that `save` wrote. Raises FileNotFoundError, or ValueError naming the file."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no tokenizer file: {error}") from error
 
     def __eq__(self, other):
@@ -131,7 +131,10 @@ def code_points(text):
 
 
 def as_ids(ids, vocab_size=None):
-    """ids: integers [N] -> int64 array [N]. Raises TypeError, ValueError; IndexError outside 0 to vocab_size - 1."""
+    """ids: integers [N] -> int64 array [N], a copy: who changes `ids` later changes nothing here.
+
+    Raises TypeError, ValueError; IndexError outside 0 to vocab_size - 1.
+    """
     ids = np.asarray(ids)
     if ids.ndim != 1:
         raise ValueError(f"token ids must have one axis [N], got the shape {ids.shape}; pass one row at a time")
@@ -140,4 +143,6 @@ def as_ids(ids, vocab_size=None):
     if vocab_size is not None and ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise IndexError(f"token id {wrong} is outside the vocabulary, whose ids are 0 to {vocab_size - 1}")
-    return ids.astype(np.int64, copy=False)
+    if ids.size and ids.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"token ids must be less than 2**63, got {ids.max()}")
+    return ids.astype(np.int64)

@@ -1,6 +1,7 @@
 """The KV cache: keys and values of past tokens, so that a new token costs one row of attention (guide 9.8)."""
 from ..autograd import constant
 from ..backend import array_module
+from ..dtypes import bool_
 
 
 class KVCache:
@@ -14,7 +15,7 @@ class KVCache:
         for name, value in ("num_layers", num_layers), ("capacity", capacity):
             if value < 1:
                 raise ValueError(f"KVCache: {name} must be at least 1, got {value}")
-        self.capacity = capacity
+        self.capacity, self.valid_tokens = capacity, None
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
 
     def layer(self, i):
@@ -33,6 +34,16 @@ class KVCache:
     def nbytes(self):
         """2 · L · B · capacity · Hkv · Dh · itemsize once the first token has come (guide 9.8)."""
         return sum(a.nbytes for layer in self.layers for a in (layer.k, layer.v) if a is not None)
+
+    def agree_on_padding(self, valid_tokens):
+        """Takes valid_tokens [B, length + T] for the next pass, None = all real; ValueError where it calls a cached token otherwise.
+
+        What is padding was decided when its key was written: later tokens that took it for real would attend to it.
+        """
+        if self.length and not _equal(self.valid_tokens, valid_tokens, self.length):
+            raise ValueError(f"KVCache: valid_tokens says of the {self.length} cached tokens something else than when they were read"
+                             f"{', with padding' if valid_tokens is None else ''}; pass the same, and one more column for each new token")
+        self.valid_tokens = None if valid_tokens is None else valid_tokens.detach().to(bool_).clone()
 
     def reset(self):
         """Forgets all tokens and keeps the memory."""
@@ -72,6 +83,14 @@ class LayerCache:
     def _allocate(self, a):
         B, Hkv, _, Dh = a.shape
         return array_module(a).zeros((B, Hkv, self.capacity, Dh), dtype=a.dtype)
+
+
+def _equal(one, other, length):
+    """Whether two masks [B, ≥ length] say the same of the first tokens; None = all real."""
+    if one is None or other is None:
+        return all(mask is None or bool(mask[:, :length].all()) for mask in (one, other))
+    one, other = one[:, :length], other[:, :length].to(bool_)
+    return one.shape == other.shape and bool((one == other).all())
 
 
 def _row(a):

@@ -1,10 +1,12 @@
 """The generation loop: prefill the prompt in one pass, then decode token by token from the cache (guide 9.8)."""
 from contextlib import contextmanager
+from numbers import Integral
 
 from ..autograd import no_grad
+from ..models.common import check_tensors
 from ..ops.shape import cat
 from .cache import KVCache
-from .sampling import check_options, sample
+from .sampling import check_number, check_options, sample
 
 
 @contextmanager
@@ -25,10 +27,12 @@ def stream(model, prompt_ids, max_new_tokens, temperature=1.0, top_k=None, gener
 
     Beyond the model's context the window slides: the newer half of it is kept and read anew from position 0. The model
     is in inference mode only while a token is computed: between two tokens its caller may train it, or leave.
-    ValueError, before the first token, for a prompt of another rank or without a token, and for bad options.
+    ValueError or TypeError, before the first token, for a prompt of another rank or without a token, and for bad options.
     """
+    check_tensors("generate", prompt_ids=prompt_ids)
     if prompt_ids.ndim != 2 or prompt_ids.shape[1] == 0:
         raise ValueError(f"generate: the prompt must be ids [B, T] with at least one token, got shape {tuple(prompt_ids.shape)}")
+    check_number("generate", "max_new_tokens", max_new_tokens, Integral, "an integer")
     if max_new_tokens < 0:
         raise ValueError(f"generate: max_new_tokens must be at least 0, got {max_new_tokens}")
     check_options(temperature, top_k)
@@ -53,4 +57,5 @@ def _stream(model, ids, max_new_tokens, cache, temperature, top_k, generator):
 
 def generate(model, prompt_ids, max_new_tokens, **options):
     """The prompt and its continuation, ids [B, T + max_new_tokens]; options as in `stream`."""
-    return cat([prompt_ids, *stream(model, prompt_ids, max_new_tokens, **options)], dim=1)
+    tokens = list(stream(model, prompt_ids, max_new_tokens, **options))         # which checks the prompt
+    return cat([prompt_ids, *tokens], dim=1)

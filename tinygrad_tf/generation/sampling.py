@@ -1,6 +1,9 @@
 """From logits to the next token: temperature, top-k, and a draw (guide 12.1)."""
+from numbers import Integral, Real
+
 from .. import creation
 from ..dtypes import float32
+from ..models.common import check_tensors
 from ..ops.arithmetic import isfinite
 from ..ops.softmax import softmax
 
@@ -12,9 +15,12 @@ def sample(logits, temperature=1.0, top_k=None, generator=None):
 
     temperature 0 is greedy (the first of equals); top_k keeps the k largest logits, a k beyond V_vocab keeps all.
     An id whose logit is −inf is never drawn. Raises ValueError for a temperature that is negative or not finite, for
-    k < 1, and for a row that holds NaN or +inf or is all −inf.
+    k < 1, for logits of another shape, and for a row that holds NaN or +inf or is all −inf; TypeError for other types.
     """
     check_options(temperature, top_k)
+    check_tensors("sample", logits=logits)
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise ValueError(f"sample: logits must have shape [B, V_vocab] with at least one id to draw, got {tuple(logits.shape)}")
     largest = logits.amax(dim=-1, keepdim=True)
     if not isfinite(largest).all():
         raise ValueError("sample: a row of logits holds NaN or +inf, or is all -inf; nothing can be drawn from it")
@@ -29,7 +35,16 @@ def sample(logits, temperature=1.0, top_k=None, generator=None):
 
 
 def check_options(temperature, top_k):
+    check_number("sample", "temperature", temperature, Real, "a number")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"sample: temperature must be 0 (greedy) or positive and finite, got {temperature}")
-    if top_k is not None and top_k < 1:
+    if top_k is None:
+        return
+    check_number("sample", "top_k", top_k, Integral, "an integer, or None to keep all")
+    if top_k < 1:
         raise ValueError(f"sample: top_k must be at least 1, or None to keep all, got {top_k}")
+
+
+def check_number(name, option, value, kind, what):
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}: {option} must be {what}, got {value!r} of type {type(value).__name__}")

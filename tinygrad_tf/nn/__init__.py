@@ -3,12 +3,27 @@
 Reading order: module (the tree), layers, activations, losses, attention, positions, blocks; containers, init, functional
 and utils where you meet them.
 """
-from . import functional, init, utils
-from .activations import GELU, LeakyReLU, LogSoftmax, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from . import functional, init, masks, utils
+from .activations import GELU, GLU, LeakyReLU, LogSoftmax, ReLU, ReLUSquared, Sigmoid, SiLU, Softmax, Tanh
 from .attention import MultiHeadAttention, MultiheadAttention
 from .blocks import FeedForward, TransformerBlock
 from .containers import ModuleDict, ModuleList, ParameterList, Sequential
+from .feedforward import GEGLU, GatedFeedForward, SwiGLU
 from .layers import Dropout, Embedding, Flatten, Identity, LayerNorm, Linear, RMSNorm
-from .losses import CrossEntropyLoss, MSELoss, NLLLoss
+from .losses import BCEWithLogitsLoss, CrossEntropyLoss, MSELoss, NLLLoss
 from .module import Module, Parameter
-from .positions import InputEmbedding
+from .positions import (
+    ALiBi,
+    InputEmbedding,
+    LearnedPositions,
+    RotaryEmbedding,
+    SinusoidalPositionEncoding,
+    T5RelativeBias,
+    alibi_slopes,
+    half_split_to_interleaved,
+    interleaved_to_half_split,
+)
+
+
+def __getattr__(name):
+    raise AttributeError(f"module 'tinygrad_tf.nn' has no attribute {name!r}; it has what Transformers need: docs/names.md lists it")

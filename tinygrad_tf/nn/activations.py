@@ -10,6 +10,13 @@ class ReLU(Module):
         return F.relu(x)
 
 
+class ReLUSquared(Module):
+    """y = max(x, 0)²"""
+
+    def forward(self, x):
+        return F.relu_squared(x)
+
+
 class LeakyReLU(Module):
     """y = x where x > 0, else negative_slope · x"""
 
@@ -45,6 +52,23 @@ class SiLU(Module):
         return F.silu(x)
 
 
+class GLU(Module):
+    """y = a · σ(b), a and b the halves of x along one axis: PyTorch's layer, which has no weights.   (guide 9.2)
+
+    The feed-forward network around it is `GatedFeedForward`.
+    """
+
+    def __init__(self, dim=-1):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        return F.glu(x, self.dim)
+
+    def extra_repr(self):
+        return f"dim={self.dim}"
+
+
 class Tanh(Module):
     """y = tanh x"""
 
@@ -78,3 +102,7 @@ class LogSoftmax(Softmax):
 
     def forward(self, x):
         return F.log_softmax(x, self.dim)
+
+
+ACTIVATIONS = {"gelu": GELU, "gelu_tanh": lambda: GELU("tanh"), "silu": SiLU, "relu": ReLU, "relu_squared": ReLUSquared,
+               "sigmoid": Sigmoid}      # what a feed-forward network can be told by name

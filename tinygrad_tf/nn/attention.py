@@ -4,15 +4,17 @@ A boolean mask of ours says what is there: `valid_tokens` (True = a real token),
 """
 import math
 
-from ..creation import empty, ones, zeros
+from ..creation import empty, zeros
 from ..dtypes import bool_
-from ..ops.attention import attention_weights
 from ..ops.shape import cat
 from ..tensor import Tensor
 from . import functional as F
 from . import init
 from .layers import Linear
+from .masked_attention import check_added, visible, weigh
+from .masks import sliding_window_mod
 from .module import Module, Parameter
+from .positions import count_positions
 
 
 def split_heads(x, num_heads):
@@ -27,26 +29,6 @@ def join_heads(x):
     return x.transpose(1, 2).reshape(B, T, H * Dh)
 
 
-def causal_allowed(Tq, Tk, device=None):
-    """[Tq, Tk], True where key j is not later than query i; the queries are the last Tq of the Tk positions."""
-    return ones(Tq, Tk, dtype=bool_, device=device).tril(Tk - Tq)
-
-
-def weigh(q, k, v, attn_mask, dropout):
-    """(A v, A) with A = dropout(softmax(q kᵀ / √Dh + mask)), the weights kept in the graph between the two.    A: [B, H, Tq, Tk]
-
-    attn_mask is boolean (True = may attend) or added to the scores. Values that no query may see count as zeros: even
-    NaN in them goes nowhere.
-    """
-    if k.shape[1] != q.shape[1]:                # query head h reads key head h // (H / Hkv)
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if attn_mask is not None:
-        allowed = attn_mask > -math.inf if attn_mask.is_floating_point() else attn_mask
-        v = v.masked_fill(~allowed.any(dim=-2).unsqueeze(-1), 0.0)
-    weights = F.dropout(attention_weights(q, k, attn_mask), dropout)
-    return weights @ v, weights
-
-
 def _check_heads(dim, num_heads, num_kv_heads):
     if dim <= 0 or num_heads <= 0 or dim % num_heads:
         raise ValueError(f"positive dim must be divisible by positive num_heads, got dim={dim} and num_heads={num_heads}: every "
@@ -59,105 +41,181 @@ def _check_heads(dim, num_heads, num_kv_heads):
 class MultiHeadAttention(Module):
     """O = concat_h(softmax(Q_h K_hᵀ / √Dh + M) V_h) W_Oᵀ + b_O,   Q, K, V = projections of x      (guide 8)
 
-    x, O: [B, T, C]; each of the H heads has Dh = C / H features. With num_kv_heads < num_heads, groups of query heads
-    share a key and value head (guide 10.4). `dropout` acts on the softmax weights, in training.
+    x, O: [B, T, C]; each of the H heads has Dh = C / H features. One head is the layer of guide 7. With num_kv_heads < num_heads,
+    groups of query heads share a key and value head (guide 10.4). `dropout` acts on the softmax weights, in training.
+
+    rope            a RotaryEmbedding(head_dim): turns q and k, never v, by their positions (guide 10.1)
+    relative_bias   a module, relative_bias(q_positions, k_positions) → [H, Tq, Tk] or [B, H, Tq, Tk], added to the scores: ALiBi, T5
+    window          causal sliding window: a token sees itself and the window − 1 before it (guide 2.2)
     """
 
-    def __init__(self, dim, num_heads, num_kv_heads=None, bias=True, dropout=0.0):
+    def __init__(self, dim, num_heads, num_kv_heads=None, bias=True, dropout=0.0, *, rope=None, relative_bias=None, window=None):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(dim, num_heads, num_kv_heads)
         if not 0 <= dropout <= 1:
             raise ValueError(f"MultiHeadAttention: dropout probability has to be between 0 and 1, but got {dropout}")
         self.dim, self.num_heads, self.num_kv_heads, self.head_dim = dim, num_heads, num_kv_heads, dim // num_heads
-        self.dropout = dropout
+        self.dropout, self.window = dropout, window
         self.q_proj = Linear(dim, dim, bias)
         self.k_proj = Linear(dim, num_kv_heads * self.head_dim, bias)
         self.v_proj = Linear(dim, num_kv_heads * self.head_dim, bias)
         self.out_proj = Linear(dim, dim, bias)
+        self.rope, self.relative_bias = rope, relative_bias
+        self._check_parts()
 
-    def forward(self, x, context=None, causal=False, valid_tokens=None, allowed=None, return_weights=False, cache=None):
+    def _check_parts(self):
+        if self.window is not None:
+            sliding_window_mod(self.window)
+        for part, name, wanted in (self.rope, "head_dim", self.head_dim), (self.relative_bias, "num_heads", self.num_heads):
+            if getattr(part, name, wanted) != wanted:
+                raise ValueError(f"MultiHeadAttention: its {name} is {wanted}, but that of {part} is {getattr(part, name)}")
+
+    def forward(self, x, context=None, causal=False, valid_tokens=None, allowed=None, return_weights=False, cache=None, *,
+                position_ids=None, mask_mod=None, score_mod=None):
         """O: [B, T, C], or (O, weights [B, H, T, Tk]) if return_weights. Tk: all keys, those of the cache included.
 
-        context [B, Tk, C]      where keys and values come from, instead of x: cross-attention (guide 9.7)
+        context [B, Tk, C]      where keys and values come from, instead of x: cross-attention (guide 9.7); or their pair (k, v)
+                                from `keys_and_values(context)`, which a decoder computes once
         causal                  no query sees a later key; after a cache, the queries are the last T of the Tk positions
         valid_tokens [B, Tk]    False keys are not seen; False queries (without context) give zeros, after out_proj
         allowed                 True = may attend: [T, Tk], [B, 1, T, Tk] or [B, H, T, Tk]
-        cache                   an object whose update(k, v) appends [B, Hkv, T, Dh] and returns all keys and values
+        mask_mod, score_mod     functions of F.attention. A key is seen if all of these masks allow it: one twice is harmless
+        cache                   an object with `length`, the number of tokens that it holds, and update(k, v), which appends
+                                [B, Hkv, T, Dh] and returns all keys and values. It is asked to only after all checks
+        position_ids            of the new tokens, [T] or [B, T], for rope, and without a cache for relative_bias. By default tokens
+                                are counted, where valid_tokens is given the real ones alone
 
         A query without any key gives b_O, and passes no gradient to the scores.
         """
         self._check_inputs(x, context, causal, cache)
-        source = x if context is None else context
+        shape = (x.shape[0], self.num_heads, x.shape[1], self._number_of_keys(x, context, cache))
+        valid_tokens = _checked_tokens(valid_tokens, shape, x.device)
+        _check_position_ids(position_ids, context, *x.shape[:2])
+        positions = None if self.rope is self.relative_bias is self.window is None else count_positions(shape[3], valid_tokens, x.device)
+        restriction = self._restrict(shape, positions, valid_tokens, allowed, mask_mod, causal, x.device)
+        bias = self._bias(shape, positions if position_ids is None or cache is not None else position_ids)
         q = split_heads(self.q_proj(x), self.num_heads)
-        k = split_heads(self.k_proj(source), self.num_kv_heads)
-        v = split_heads(self.v_proj(source), self.num_kv_heads)
+        k, v = context if isinstance(context, tuple) else self.keys_and_values(x if context is None else context)
+        if self.rope is not None:
+            at = positions[..., shape[3] - shape[2]:] if position_ids is None else position_ids
+            q, k = self.rope(q, at), self.rope(k, at)
         if cache is not None:
             k, v = cache.update(k, v)
-        valid_tokens = _checked_tokens(valid_tokens, k)
-        out, weights = self._attend(q, k, v, causal, _restrict(allowed, valid_tokens, q, k), return_weights)
+        out = F.attention(q, k, v, restriction, bias, score_mod=score_mod, dropout_p=self.dropout if self.training else 0.0,
+                          return_weights=return_weights)
+        out, weights = out if return_weights else (out, None)
         out = self.out_proj(join_heads(out))
         if valid_tokens is not None and context is None:        # after the projection, whose bias would fill them again
             out = out.masked_fill(~valid_tokens[:, -x.shape[1]:, None], 0.0)
         return (out, weights) if return_weights else out
 
-    def _attend(self, q, k, v, causal, allowed, return_weights):
-        """The heads' outputs [B, H, T, Dh], and the weights where they were asked for."""
-        Tq, Tk = q.shape[-2], k.shape[-2]
-        causal = causal and Tq > 1              # a single query is the last position, and sees every key
-        if causal and (allowed is not None or Tq != Tk or return_weights):
-            causal, past = False, causal_allowed(Tq, Tk, q.device)
-            allowed = past if allowed is None else allowed & past
-        dropout = self.dropout if self.training else 0.0
-        if not return_weights:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal,
-                                                  enable_gqa=self.num_kv_heads != self.num_heads), None
-        return weigh(q, k, v, allowed, dropout)
+    def keys_and_values(self, source):
+        """(k, v), each [B, Hkv, Tk, Dh], of source [B, Tk, C], not turned by rope."""
+        return split_heads(self.k_proj(source), self.num_kv_heads), split_heads(self.v_proj(source), self.num_kv_heads)
+
+    def _number_of_keys(self, x, context, cache):
+        if context is not None:
+            return context[0].shape[2] if isinstance(context, tuple) else context.shape[1]
+        if cache is None:
+            return x.shape[1]
+        if not hasattr(cache, "length"):
+            raise TypeError(f"MultiHeadAttention: a cache must have `length`, the number of tokens that it holds, and update(k, v), "
+                            f"got {type(cache).__name__}; see generation.KVCache and its layer(i)")
+        return cache.length + x.shape[1]
+
+    def _restrict(self, shape, positions, valid_tokens, allowed, mask_mod, causal, device):
+        """What all masks leave, to broadcast over shape = [B, H, T, Tk]; None where everything is visible."""
+        if valid_tokens is None:
+            return visible(shape, allowed, mask_mod, causal, self.window, device=device)
+        keys = valid_tokens[:, None, None, :]
+        if self.window is not None:             # of real tokens: padding between them takes no place in it
+            at = positions[:, None, shape[3] - shape[2]:, None], positions[:, None, None, :]
+            keys = keys & sliding_window_mod(self.window)(None, None, *at)
+        rest = visible(shape, allowed, mask_mod, causal or self.window is not None, device=device)
+        return keys if rest is None else keys & rest
+
+    def _bias(self, shape, positions):
+        """What relative_bias adds to the scores, to broadcast over shape = [B, H, T, Tk]; the queries are the last T of the keys."""
+        if self.relative_bias is None:
+            return None
+        bias = self.relative_bias(positions[..., shape[3] - shape[2]:], positions)
+        bias = bias[None] if bias.ndim == 3 else bias
+        check_added("relative_bias", bias, shape)
+        return bias
 
     def _check_inputs(self, x, context, causal, cache):
+        _check_types(x, context, causal)
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"MultiHeadAttention: x must be [B, T, C] with C={self.dim}, got {tuple(x.shape)}")
         if context is None:
             return
-        if context.ndim != 3 or context.shape[0] != x.shape[0] or context.shape[-1] != self.dim:
+        if isinstance(context, tuple):
+            _check_pair(context, x.shape[0], self.num_kv_heads, self.head_dim)
+        elif context.ndim != 3 or context.shape[0] != x.shape[0] or context.shape[-1] != self.dim:
             raise ValueError(f"MultiHeadAttention: context must be [B, Tk, C] with B={x.shape[0]} and C={self.dim}, got "
                              f"{tuple(context.shape)}")
-        if causal or cache is not None:
-            raise ValueError("MultiHeadAttention: `causal` and `cache` are for self-attention, but `context` was given: its positions "
-                             "are those of another sequence; pass `allowed` to restrict what is seen")
+        if causal or cache is not None or not self.rope is self.relative_bias is self.window is None:
+            raise ValueError("MultiHeadAttention: `causal`, `cache`, `window`, `rope` and `relative_bias` are for self-attention, but "
+                             "`context` was given: its positions are those of another sequence; pass `allowed` to restrict what is seen")
 
     def extra_repr(self):
-        return f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, dropout={self.dropout}"
+        shown = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, dropout={self.dropout}"
+        return shown if self.window is None else f"{shown}, window={self.window}"
 
 
-def _checked_tokens(valid_tokens, k):
-    """valid_tokens as booleans on the device of the keys; ValueError unless it has one entry for each key."""
-    B, Tk = k.shape[0], k.shape[-2]
+def _check_types(x, context, causal):
+    if not isinstance(x, Tensor):
+        raise TypeError(f"MultiHeadAttention: x must be a float tensor [B, T, C], got {type(x).__name__}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"MultiHeadAttention: causal must be a bool, True or False, got {_kind(causal)}; this layer is called as "
+                        f"(x, context=None, causal=False), and PyTorch's nn.MultiheadAttention, with a small h, as (query, key, value)")
+    for part in context if isinstance(context, tuple) else (context,):
+        if not (isinstance(part, Tensor) or context is None):
+            raise TypeError(f"MultiHeadAttention: context must be a tensor [B, Tk, C], or the pair (k, v) from keys_and_values, got "
+                            f"{_kind(context)}")
+
+
+def _kind(x):
+    """What x is, in an error."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_kind, x))})"
+    return f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"{x!r:.40} ({type(x).__name__})"
+
+
+def _check_pair(pair, B, Hkv, Dh):
+    shapes = [tuple(t.shape) for t in pair]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 4 or (*shapes[0][:2], shapes[0][3]) != (B, Hkv, Dh):
+        raise ValueError(f"MultiHeadAttention: context as a pair must be (k, v) from keys_and_values, each [B, Hkv, Tk, Dh] with "
+                         f"B={B}, Hkv={Hkv} and Dh={Dh}, got shapes {shapes}")
+
+
+def _checked_tokens(valid_tokens, shape, device):
+    """valid_tokens as booleans on the device of x; ValueError unless it has one entry for each key."""
+    B, Tk = shape[0], shape[3]
     if valid_tokens is None:
         return None
-    if not isinstance(valid_tokens, Tensor) or tuple(valid_tokens.shape) != (B, Tk):
+    if not isinstance(valid_tokens, Tensor):
+        raise TypeError(f"MultiHeadAttention: valid_tokens must be a boolean tensor [B, Tk], True = real, got {_kind(valid_tokens)}")
+    if tuple(valid_tokens.shape) != (B, Tk):
         raise ValueError(f"valid_tokens must have shape [B,T] = [{B}, {Tk}], one entry for each key (cached ones included), got "
-                         f"{tuple(getattr(valid_tokens, 'shape', [type(valid_tokens).__name__]))}")
-    return valid_tokens.to(device=k.device, dtype=bool_)
+                         f"{tuple(valid_tokens.shape)}")
+    if valid_tokens.dtype is not bool_ and not ((valid_tokens == 0) | (valid_tokens == 1)).all():
+        raise ValueError(f"MultiHeadAttention: valid_tokens must be boolean, True = a real token, or 0 and 1, got other numbers in "
+                         f"{_kind(valid_tokens)}; a mask that is added to the scores is the `bias` of F.attention")
+    return valid_tokens.to(device=device, dtype=bool_)
 
 
-def _restrict(allowed, valid_tokens, q, k):
-    """What both masks leave, to broadcast over [B, H, Tq, Tk]; None where there is neither."""
-    if allowed is not None:
-        _check_allowed(allowed, (*q.shape[:3], k.shape[-2]))
-    if valid_tokens is None:
-        return allowed
-    keys = valid_tokens[:, None, None, :]
-    return keys if allowed is None else keys & allowed
-
-
-def _check_allowed(allowed, full):
-    if not isinstance(allowed, Tensor) or allowed.dtype is not bool_:
-        raise TypeError(f"MultiHeadAttention: allowed must be a boolean tensor (True = may attend), got "
-                        f"{getattr(allowed, 'dtype', type(allowed).__name__)}")
-    if allowed.ndim not in (2, 4) or any(n not in (1, m) for n, m in zip(allowed.shape[::-1], full[::-1])):
-        raise ValueError(f"MultiHeadAttention: allowed must broadcast to [B, H, Tq, Tk] = {list(full)} with 2 or 4 axes, got "
-                         f"{tuple(allowed.shape)}; for [B, Tq, Tk] insert the heads' axis: allowed[:, None]")
+def _check_position_ids(position_ids, context, B, T):
+    if position_ids is None:
+        return
+    if context is not None:
+        raise ValueError("MultiHeadAttention: `position_ids` are for self-attention, but `context` was given")
+    if not isinstance(position_ids, Tensor):
+        raise TypeError(f"MultiHeadAttention: position_ids must be a tensor of whole numbers, [T] or [B, T], got {_kind(position_ids)}")
+    if tuple(position_ids.shape) not in ((T,), (1, T), (B, T)):
+        raise ValueError(f"MultiHeadAttention: position_ids must have shape [T] or [B, T], T={T} new tokens and B={B}, got "
+                         f"{tuple(position_ids.shape)}")
 
 
 class MultiheadAttention(Module):

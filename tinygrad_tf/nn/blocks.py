@@ -1,11 +1,13 @@
 """The feed-forward network and the Transformer block."""
-from .activations import GELU, ReLU, SiLU
+from .activations import ACTIVATIONS
 from .attention import MultiHeadAttention
 from .containers import Sequential
-from .layers import Dropout, LayerNorm, Linear
+from .feedforward import GatedFeedForward
+from .layers import Dropout, LayerNorm, Linear, RMSNorm
 from .module import Module
 
-ACTIVATIONS = {"gelu": GELU, "gelu_tanh": lambda: GELU("tanh"), "silu": SiLU, "relu": ReLU}
+NORMS = {"layer": LayerNorm, "rms": lambda dim, bias: RMSNorm(dim, eps=1e-6)}       # RMSNorm has no bias; guide 10.2
+GATED = {"glu": "sigmoid", "reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
 
 
 class FeedForward(Module):
@@ -32,20 +34,26 @@ class TransformerBlock(Module):
     pre-norm  (norm_first=True)     x ← x + dropout(sublayer(norm(x)))          the residual path stays free of norms
 
     Dropout acts on what a sublayer adds, and inside the feed-forward network; on attention weights it has its own rate.
+    norm: "layer" or "rms". ffn: "glu", "reglu", "geglu" or "swiglu" for a gated network (guide 10.3), else an activation of
+    `FeedForward`, which `activation` names too. rope, relative_bias and window are those of `MultiHeadAttention`.
+    The modern block (guide 10.5): norm_first=True, norm="rms", ffn="swiglu", bias=False, num_kv_heads below num_heads, rope.
     """
 
     def __init__(self, dim, num_heads, hidden_dim, dropout=0.1, norm_first=False, activation="gelu", *, num_kv_heads=None,
-                 bias=True, attention_dropout=0.0):
+                 bias=True, attention_dropout=0.0, norm="layer", ffn=None, rope=None, relative_bias=None, window=None):
         super().__init__()
+        if norm not in NORMS:
+            raise ValueError(f"TransformerBlock: norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
         self.norm_first = norm_first
-        self.attention = MultiHeadAttention(dim, num_heads, num_kv_heads, bias, attention_dropout)
-        self.ffn = FeedForward(dim, hidden_dim, dropout, activation, bias)
-        self.norm1, self.norm2 = LayerNorm(dim, bias=bias), LayerNorm(dim, bias=bias)
+        self.attention = MultiHeadAttention(dim, num_heads, num_kv_heads, bias, attention_dropout, rope=rope,
+                                            relative_bias=relative_bias, window=window)
+        self.ffn = feed_forward(activation if ffn is None else ffn, dim, hidden_dim, dropout, bias)
+        self.norm1, self.norm2 = NORMS[norm](dim, bias=bias), NORMS[norm](dim, bias=bias)
         self.dropout = Dropout(dropout)
 
-    def forward(self, x, causal=False, valid_tokens=None, allowed=None, cache=None):
-        """`causal`, `valid_tokens`, `allowed` and `cache` are those of `MultiHeadAttention`."""
-        visible = {"causal": causal, "valid_tokens": valid_tokens, "allowed": allowed, "cache": cache}
+    def forward(self, x, causal=False, valid_tokens=None, allowed=None, cache=None, **options):
+        """The arguments are those of `MultiHeadAttention`; options: position_ids, mask_mod, score_mod."""
+        visible = {"causal": causal, "valid_tokens": valid_tokens, "allowed": allowed, "cache": cache, **options}
         if self.norm_first:
             x = x + self.dropout(self.attention(self.norm1(x), **visible))
             return x + self.dropout(self.ffn(self.norm2(x)))
@@ -54,3 +62,12 @@ class TransformerBlock(Module):
 
     def extra_repr(self):
         return f"norm_first={self.norm_first}"
+
+
+def feed_forward(kind, dim, hidden_dim, dropout, bias):
+    """The feed-forward network of that name: a gated one, or `FeedForward` with that activation."""
+    if kind in GATED:
+        return GatedFeedForward(dim, hidden_dim, GATED[kind], bias, dropout)
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"TransformerBlock: ffn {kind!r} is unknown; there are {', '.join([*GATED, *ACTIVATIONS])}")
+    return FeedForward(dim, hidden_dim, dropout, kind, bias)

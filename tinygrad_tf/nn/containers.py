@@ -46,7 +46,10 @@ class _Numbered(Module):
         return self
 
     def insert(self, index, module):
+        """As of a list, but IndexError for a place outside [−length, length]."""
         modules = list(self)
+        if not -len(self) <= index <= len(self):
+            raise IndexError(f"index {index} is out of range for an insertion into {self._get_name()} of length {len(self)}")
         self.append(module)                     # checks that it is one
         modules.insert(index, module)
         self._renumber(modules)

@@ -1,5 +1,7 @@
-"""Every operation of a network as a function, under PyTorch's names. They live in `ops/`; this is the list."""
-from ..ops.activation import gelu, leaky_relu, relu, silu, softplus
+"""Every operation of a network as a function, under PyTorch's names. They live in `ops/`, and
+`attention` in `masked_attention`; this is the list."""
+from ..arguments import publish
+from ..ops.activation import gelu, glu, leaky_relu, relu, relu_squared, silu, softplus
 from ..ops.arithmetic import sigmoid, tanh
 from ..ops.attention import scaled_dot_product_attention
 from ..ops.dropout import dropout
@@ -7,5 +9,9 @@ from ..ops.embedding import embedding, one_hot
 from ..ops.linear import linear
 from ..ops.loss import binary_cross_entropy_with_logits, cross_entropy, mse_loss, nll_loss
 from ..ops.norm import layer_norm, normalize, rms_norm
+from ..ops.rotary import rotary
 from ..ops.shape import pad
 from ..ops.softmax import log_softmax, softmax
+from .masked_attention import attention
+
+publish(globals())

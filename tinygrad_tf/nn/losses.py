@@ -37,3 +37,16 @@ class MSELoss(Module):
 
     def forward(self, x, target):
         return F.mse_loss(x, target, reduction=self.reduction)
+
+
+class BCEWithLogitsLoss(Module):
+    """−(y · ln σ(x) + (1 − y) · ln(1 − σ(x))), averaged. See `functional.binary_cross_entropy_with_logits`."""
+
+    def __init__(self, weight=None, reduction="mean", pos_weight=None):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("pos_weight", pos_weight)
+        self.reduction = reduction
+
+    def forward(self, logits, target):
+        return F.binary_cross_entropy_with_logits(logits, target, self.weight, reduction=self.reduction, pos_weight=self.pos_weight)

@@ -8,6 +8,7 @@ from collections import OrderedDict, namedtuple
 
 from ..autograd import no_grad
 from ..backend import device as Device
+from ..backend import is_writable
 from ..dtypes import as_dtype
 from ..tensor import Tensor
 
@@ -73,6 +74,9 @@ class Parameter(Tensor):
 
     def __repr__(self):
         return "Parameter containing:\n" + super().__repr__()
+
+    def __copy__(self):
+        return Parameter(self.detach(), self.requires_grad)
 
     def __deepcopy__(self, memo):
         """A parameter with its own memory and without gradient; what was tied to this one is tied to the copy."""
@@ -350,9 +354,9 @@ class Module:
         """Gives every parameter, gradient and buffer the memory of change(tensor); the objects, and so the ties, stay."""
         with no_grad():
             for tensor in itertools.chain(self.parameters(), self.buffers()):
-                _take_memory(tensor, change(tensor.detach()))
+                tensor.take_memory(change(tensor.detach()))
                 if tensor.grad is not None:
-                    _take_memory(tensor.grad, change(tensor.grad.detach()))
+                    tensor.grad.take_memory(change(tensor.grad.detach()))
         return self
 
     # --- saving and loading --------------------------------------------------------------------------------------------
@@ -377,8 +381,9 @@ class Module:
     def load_state_dict(self, state_dict, strict=True):
         """Copies the values of a state dict into this module. Dtypes, devices, ties and Parameter objects stay.
 
-        RuntimeError if a shape differs, if tied names hold different values, or, when strict, if a key is missing or
-        unexpected: it names all of them, and then nothing was loaded. Returns (missing_keys, unexpected_keys).
+        RuntimeError if a shape differs, if a tensor of this module is read-only, if tied names hold different values, or,
+        when strict, if a key is missing or unexpected: it names all of them, and then nothing was loaded.
+        Returns (missing_keys, unexpected_keys).
         """
         if not hasattr(state_dict, "keys"):
             raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict).__name__}")
@@ -415,10 +420,6 @@ class Module:
         return f"{self._get_name()}(\n  " + "\n  ".join([line for line in own.split("\n") if line] + lines) + "\n)"
 
 
-def _take_memory(tensor, other):
-    tensor.array, tensor.version, tensor.seen = other.array, other.version, other.version.recorded
-
-
 def _device_and_dtype(*args, device=None, dtype=None, non_blocking=False):
     """What the arguments of `Module.to` ask for; None for what they leave as it is."""
     for arg in args:
@@ -435,7 +436,7 @@ def _device_and_dtype(*args, device=None, dtype=None, non_blocking=False):
 
 
 def _misfits(own, state_dict):
-    """One line for each entry that cannot be loaded whatever `strict` says: no tensor, another shape, a broken tie."""
+    """One line for each entry that cannot be loaded whatever `strict` says: no tensor, another shape, no place, a broken tie."""
     errors, first_key = [], {}
     for key in (k for k in own if k in state_dict):
         value, wanted = state_dict[key], own[key]
@@ -444,6 +445,8 @@ def _misfits(own, state_dict):
         elif tuple(value.shape) != tuple(wanted.shape):
             errors.append(f"size mismatch for {key}: the state dict has shape {tuple(value.shape)}, "
                           f"the model has {tuple(wanted.shape)}. ")
+        elif not is_writable(wanted.array):
+            errors.append(f"{key}: the model's tensor cannot be written, it is expanded or read-only; make it from tensor.clone(). ")
         elif not _equal(state_dict[first_key.setdefault(id(wanted), key)], value):
             errors.append(f"{key} and {first_key[id(wanted)]} are one tied tensor in the model, "
                           f"but hold different values in the state dict. ")

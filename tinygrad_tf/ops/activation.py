@@ -6,7 +6,8 @@ from ..backend import array_module, at_least_float32
 from ..special import erf as erf_of
 from ..special import polynomial
 from ._rows import require_float
-from .arithmetic import as_float
+from .arithmetic import as_float, sigmoid
+from .shape import chunk
 
 
 class Relu(Function):
@@ -20,6 +21,18 @@ class Relu(Function):
 
     def backward(self, dy):
         return dy * ~(self.saved <= 0)          # not y > 0: a NaN keeps its gradient, as in PyTorch
+
+
+class ReluSquared(Function):
+    """y = max(x, 0)².    dx = dy · 2 max(x, 0)       (So et al. 2021, "Primer")"""
+
+    def forward(self, x):
+        self.saved = positive = array_module(x).maximum(require_float("relu_squared", x), 0)
+        return positive * positive
+
+    def backward(self, dy):
+        positive = self.saved
+        return dy * (2 * positive)
 
 
 class LeakyRelu(Function):
@@ -139,6 +152,7 @@ def relu(input, inplace=False): return input._write(Relu.apply) if inplace else 
 def erf(input): return Erf.apply(input)
 def silu(input, inplace=False): return input._write(Silu.apply) if inplace else Silu.apply(input)
 def softplus(input): return Softplus.apply(input)
+def relu_squared(input): return ReluSquared.apply(input)
 
 
 def leaky_relu(input, negative_slope=0.01, inplace=False):
@@ -149,3 +163,14 @@ def gelu(input, approximate="none"):
     if approximate not in ("none", "tanh"):
         raise RuntimeError(f"gelu: approximate must be 'none' (exact, by erf) or 'tanh', got {approximate!r}")
     return (Gelu if approximate == "none" else GeluTanh).apply(input)
+
+
+def glu(input, dim=-1):
+    """y = a · σ(b), where a and b are the halves of `input` along `dim`. RuntimeError where there are no two halves."""
+    if input.ndim == 0:
+        raise RuntimeError("glu does not support 0-dimensional tensors: there is no axis to halve")
+    if input.size(dim) % 2:
+        raise RuntimeError(f"glu: Halving dimension must be even, but dimension {dim % input.ndim} is size {input.size(dim)}: the "
+                           f"first half is the value, the second its gate")
+    value, gate = chunk(input, 2, dim)
+    return value * sigmoid(gate)

@@ -437,24 +437,35 @@ def div(input, other, *, rounding_mode=None):
 # --- without gradient: comparisons, rounding, logic ------------------------------------------------------------------
 
 def without_gradient(name, function):
-    """A public element-wise operation whose result has no gradient: `function(xp, a, b)` or `function(xp, a)`."""
-    @quiet
-    def op(input, *other):
-        arrays = [array_of(x) for x in (input, *other)]
-        if all(_is_number(x) for x in arrays):
+    """A public element-wise operation whose result has no gradient: `function(xp, a, b)`."""
+    def op(input, other):
+        a, b = array_of(input), array_of(other)
+        if _is_number(a) and _is_number(b):
             raise TypeError(f"{name}: expected a Tensor, got {type(input).__name__}; make one with tinygrad_tf.tensor(...)")
-        if len(arrays) == 2:
-            arrays = promote(*arrays)
-        xp = array_module(*arrays)
-        try:
-            return constant(xp.asarray(function(xp, *arrays)))
-        except ValueError:
-            raise _broadcast_error(name, *arrays) from None
-        except TypeError:
-            kinds = " and ".join(str(getattr(x, "dtype", type(x).__name__)) for x in arrays)
-            raise RuntimeError(f"{name}: not defined for {kinds}; bit operations take integers and booleans") from None
+        return _constant(name, function, *promote(a, b))
     op.__name__ = op.__qualname__ = name
-    return op
+    op.__doc__ = f"{name} of tensors, or a tensor and a number, element by element; the result has no gradient."
+    return quiet(op)
+
+
+def without_gradient_of_one(name, function):
+    """The same with one operand: `function(xp, a)`."""
+    def op(input):
+        return _constant(name, function, input.array)
+    op.__name__ = op.__qualname__ = name
+    op.__doc__ = f"{name} of each element; the result has no gradient."
+    return quiet(op)
+
+
+def _constant(name, function, *arrays):
+    xp = array_module(*arrays)
+    try:
+        return constant(xp.asarray(function(xp, *arrays)))
+    except ValueError:
+        raise _broadcast_error(name, *arrays) from None
+    except TypeError:
+        kinds = " and ".join(str(getattr(x, "dtype", type(x).__name__)) for x in arrays)
+        raise RuntimeError(f"{name}: not defined for {kinds}; bit operations take integers and booleans") from None
 
 
 eq = without_gradient("eq", lambda xp, a, b: xp.equal(a, b))
@@ -463,17 +474,17 @@ lt = without_gradient("lt", lambda xp, a, b: xp.less(a, b))
 le = without_gradient("le", lambda xp, a, b: xp.less_equal(a, b))
 gt = without_gradient("gt", lambda xp, a, b: xp.greater(a, b))
 ge = without_gradient("ge", lambda xp, a, b: xp.greater_equal(a, b))
-logical_not = without_gradient("logical_not", lambda xp, a: xp.logical_not(a))
+logical_not = without_gradient_of_one("logical_not", lambda xp, a: xp.logical_not(a))
 logical_and = without_gradient("logical_and", lambda xp, a, b: xp.logical_and(a, b))
 logical_or = without_gradient("logical_or", lambda xp, a, b: xp.logical_or(a, b))
 logical_xor = without_gradient("logical_xor", lambda xp, a, b: xp.logical_xor(a, b))
 bitwise_and = without_gradient("bitwise_and", lambda xp, a, b: xp.bitwise_and(a, b))
 bitwise_or = without_gradient("bitwise_or", lambda xp, a, b: xp.bitwise_or(a, b))
 bitwise_xor = without_gradient("bitwise_xor", lambda xp, a, b: xp.bitwise_xor(a, b))
-bitwise_not = without_gradient("bitwise_not", lambda xp, a: xp.invert(a))
-isnan = without_gradient("isnan", lambda xp, a: xp.isnan(a))
-isinf = without_gradient("isinf", lambda xp, a: xp.isinf(a))
-isfinite = without_gradient("isfinite", lambda xp, a: xp.isfinite(a))
+bitwise_not = without_gradient_of_one("bitwise_not", lambda xp, a: xp.invert(a))
+isnan = without_gradient_of_one("isnan", lambda xp, a: xp.isnan(a))
+isinf = without_gradient_of_one("isinf", lambda xp, a: xp.isinf(a))
+isfinite = without_gradient_of_one("isfinite", lambda xp, a: xp.isfinite(a))
 
 
 def _floor(xp, a, b):
@@ -541,8 +552,10 @@ def lerp(input, end, weight):
 
 
 def addcmul(input, tensor1, tensor2, *, value=1):
+    """input + value · tensor1 · tensor2"""
     return add(input, mul(mul(tensor1, tensor2), value))
 
 
 def addcdiv(input, tensor1, tensor2, *, value=1):
+    """input + value · tensor1 / tensor2"""
     return add(input, mul(div(tensor1, tensor2), value))

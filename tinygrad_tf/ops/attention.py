@@ -157,21 +157,22 @@ def _is_finite(x):
 def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """softmax(scale · query keyᵀ + mask) value.    query: [..., Tq, Dh]   key: [..., Tk, Dh]   value: [..., Tk, Dv] → [..., Tq, Dv]
 
-    attn_mask: bool, True attends, or float, added to the scores; broadcast to [..., Tq, Tk]. is_causal: query i sees keys 0 to i
-    (aligned top-left). scale: 1/√Dh by default. A query that sees nothing gets zeros. dropout_p applies whenever it is not 0.
-    enable_gqa: query head h reads key and value head h // (Hq / Hkv), without copies; heads are axis −3.
+    attn_mask: bool, True attends, or float (float32 or query's dtype), added to the scores; broadcast to [..., Tq, Tk].
+    is_causal: query i sees keys 0 to i (aligned top-left). scale: 1/√Dh by default. A query that sees nothing gets zeros.
+    dropout_p applies whenever it is not 0.
+    enable_gqa: query head h reads key head h // (Hq / Hk) and value head h // (Hq / Hv); heads are axis −3. Nothing is copied
+    where Hk = Hv.
     """
     op = "scaled_dot_product_attention"
     _check(op, query, key, attn_mask, is_causal)
     _check_value(op, query, key, value)
-    grouped = enable_gqa and _heads(query) != (_heads(key), _heads(value))
-    if grouped:
+    if enable_gqa:
         query, key, value, attn_mask = _group(op, query, key, value, attn_mask)
     shape = _score_shape(op, query, key, value, attn_mask)
     bias = _bias(query, key, attn_mask, is_causal)
     keep = draw_keep(at_least_float32(query.array), dropout_p, shape) if dropout_p else None
     out = Attention.apply(query, key, value, bias, keep, _scale(query, scale))
-    return out.flatten(-4, -3) if grouped else out
+    return out.flatten(-4, -3) if enable_gqa else out
 
 
 def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
@@ -206,15 +207,26 @@ def _heads(x):
 
 
 def _group(op, query, key, value, attn_mask):
-    """query as [..., Hkv, G, Tq, Dh], key and value as [..., Hkv, 1, Tk, D]: G query heads share a key head by broadcasting."""
-    heads, shared = _heads(query), _heads(key)
-    if heads is None or shared is None or _heads(value) != shared or heads % max(shared, 1):
-        raise RuntimeError(f"{op}: with enable_gqa, key and value need one number of heads (axis −3) that "
-                           f"divides that of query, got query {_shape(query)}, key {_shape(key)}, value {_shape(value)}")
-    query = query.unflatten(-3, (shared, heads // shared))
+    """query as [..., Hkv, G, Tq, Dh], key and value as [..., Hkv, 1, Tk, D]: G query heads share a key head by broadcasting.
+
+    Where key and value differ in heads, Hkv is their least common multiple, and their heads are repeated up to it.
+    """
+    heads, shared = _heads(query), _shared_heads(op, query, key, value)
     if attn_mask is not None and attn_mask.ndim > 2:
+        if _heads(attn_mask) not in (1, heads):
+            raise RuntimeError(f"{op}: attn_mask {_shape(attn_mask)} must have 1 or {heads} heads (axis −3), as query {_shape(query)} has")
         attn_mask = attn_mask.unsqueeze(-3) if _heads(attn_mask) == 1 else attn_mask.unflatten(-3, (shared, heads // shared))
+    query = query.unflatten(-3, (shared, heads // shared))
+    key, value = (x if _heads(x) == shared else x.repeat_interleave(shared // _heads(x), -3) for x in (key, value))
     return query, key.unsqueeze(-3), value.unsqueeze(-3), attn_mask
+
+
+def _shared_heads(op, query, key, value):
+    heads, found = _heads(query), (_heads(key), _heads(value))
+    if heads is None or not all(found) or any(heads % n for n in found):
+        raise RuntimeError(f"{op}: with enable_gqa, the number of heads (axis −3) of key and of value must divide "
+                           f"that of query, got query {_shape(query)}, key {_shape(key)}, value {_shape(value)}")
+    return math.lcm(*found)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -237,9 +249,9 @@ def _check(op, query, key, attn_mask, is_causal):
     if is_causal:
         raise RuntimeError(f"{op}: an explicit attn_mask should not be set when is_causal=True; drop is_causal and combine the two: "
                            f"attn_mask & torch.ones(Tq, Tk, dtype=torch.bool).tril()")
-    if attn_mask.array.dtype.kind not in "bf":
-        raise RuntimeError(f"{op}: attn_mask must be bool (True attends) or float (added to the scores), got {attn_mask.dtype}; "
-                           f"convert with .bool()")
+    if attn_mask.array.dtype not in (bool, np.float32, query.array.dtype):
+        raise RuntimeError(f"{op}: attn_mask must be bool (True attends), or added to the scores as float32 or as query's dtype "
+                           f"{query.dtype}, got {attn_mask.dtype}; convert with .bool() or .to(query.dtype)")
 
 
 def _check_value(op, query, key, value):
@@ -252,7 +264,7 @@ def _check_value(op, query, key, value):
 
 
 def _score_shape(op, query, key, value, attn_mask):
-    """[..., Tq, Tk] of the scores; RuntimeError where the leading axes, or the mask, do not broadcast."""
+    """[..., Tq, Tk] of the scores; RuntimeError where the leading axes do not broadcast, or the mask not to the scores."""
     q, k, v = _shape(query), _shape(key), _shape(value)
     shape = (*q[:-1], k[-2])
     if not q[:-2] == k[:-2] == v[:-2]:
@@ -268,7 +280,7 @@ def _score_shape(op, query, key, value, attn_mask):
         full = np.broadcast_shapes(shape, _shape(attn_mask))
     except ValueError:
         full = ()
-    if full[-2:] != shape[-2:]:
+    if full != shape:
         raise RuntimeError(f"{op}: attn_mask {_shape(attn_mask)} does not broadcast to the scores {shape} = [..., Tq, Tk]; a mask of valid "
                            f"keys [B, Tk] becomes valid_tokens[:, None, None, :]")
-    return full
+    return shape

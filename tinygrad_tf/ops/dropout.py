@@ -1,6 +1,6 @@
 """Dropout: random zeros while training, the rest scaled up so that the mean stays."""
 from .. import random
-from ..autograd import Function, array_of
+from ..autograd import Function
 from ..backend import array_module
 from ._rows import require_float
 
@@ -26,7 +26,7 @@ def dropout(input, p=0.5, training=True, inplace=False):
     """ValueError for p outside [0, 1]; p = 1 gives zeros; outside training, and with p = 0, the input itself."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: probability p must be between 0 and 1, got {p}")
-    x = require_float("dropout", array_of(input))
+    x = require_float("dropout", input.array)
     if not training or p == 0:
         return input
     keep = draw_keep(x, p)

@@ -1,7 +1,7 @@
 """Embedding: a row of a table for each id; its gradient goes back to that row, and adds up where an id repeats."""
 import numpy as np
 
-from ..autograd import Function, array_of, constant, no_grad
+from ..autograd import Function, constant, no_grad
 from ..backend import array_module, at_least_float32
 from ._rows import scatter_rows
 
@@ -26,10 +26,10 @@ class Embedding(Function):
 def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0):
     """Rows of `weight` [V_vocab, C] for the ids in `input`. IndexError for an id outside [0, V_vocab): ids never wrap.
 
-    The row of `padding_idx` is returned as it is and gets no gradient. With `max_norm`, rows that are looked up and longer
-    than that are first scaled down to it, in place.
+    Ids are integers of any width (PyTorch takes int32 and int64). The row of `padding_idx` is returned as it is and gets no
+    gradient. With `max_norm`, rows that are looked up and longer than that are first scaled down to it, in place.
     """
-    ids, w = array_of(input), array_of(weight)
+    ids, w = input.array, weight.array
     if w.ndim != 2:
         raise RuntimeError(f"embedding: weight must be 2-D, [V_vocab, C], got shape {w.shape}")
     _check_ids("embedding", ids, w.shape[0])
@@ -62,7 +62,7 @@ def _limit_norms(ids, weight, max_norm, norm_type):
 
 def one_hot(input, num_classes=-1):
     """1 at the place of each id and 0 elsewhere, int64.    ids: [...]   result: [..., num_classes], by default max + 1"""
-    ids = array_of(input)
+    ids = input.array
     xp = array_module(ids)
     if ids.dtype.kind not in "iu":
         raise RuntimeError(f"one_hot: ids must be integers, got {ids.dtype}; convert with .long()")

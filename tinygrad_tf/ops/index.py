@@ -3,6 +3,7 @@
 The backward pass of a choice puts each gradient back where its element came from, and adds where one element was chosen
 more than once.
 """
+import numbers
 import operator
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from ..autograd import Function, array_of, constant
 from ..backend import array_module, scatter_add
 from ..dtypes import fits, result_type
-from .arithmetic import _broadcast_error, _cast
+from .arithmetic import _broadcast_error, _cast, promote
 from .reduce import normalize_dim
 
 
@@ -279,7 +280,7 @@ def where(condition, input=None, other=None):
 
 def masked_fill(input, mask, value):
     """PyTorch's name and convention: `value` is written where `mask` is True."""
-    if array_of(mask).dtype != bool:
+    if mask.array.dtype != bool:
         raise RuntimeError(f"masked_fill: mask must be a bool tensor, got {mask.dtype}; compare it, e.g. mask == 0")
     if np.ndim(array_of(value)):
         raise RuntimeError(f"masked_fill: value must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
@@ -330,11 +331,15 @@ def take_along_dim(input, indices, dim):
     return gather(input.expand(rest), d, indices.expand(rest))
 
 
-def scatter(input, dim, index, src):
+def scatter(input, dim, index, src=None, *, value=None):
+    """`src`, a tensor as large as index, or `value`, a number, written to the places that index names."""
+    src = value if src is None else src
     d = normalize_dim("scatter", dim, input.ndim)
     _check_gather("scatter", input.array, index.array, d)
     if hasattr(src, "array"):
         _check_source("scatter", input, index.array, src)
+    elif not isinstance(src, (numbers.Number, np.generic)):
+        raise TypeError(f"scatter: src must be a Tensor or a number, got {type(src).__name__}")
     return Scatter.apply(input, index, src, d)
 
 
@@ -393,6 +398,7 @@ def _order(x, dim, descending):
 
 
 def argsort(input, dim=-1, descending=False, stable=False):
+    """The indices that sort along an axis, stable; NaN counts as the largest."""
     return constant(_order(input.array, normalize_dim("argsort", dim, input.ndim), descending))
 
 
@@ -434,11 +440,13 @@ def nonzero(input, as_tuple=False):
 
 
 def isin(elements, test_elements):
-    a, b = array_of(elements), array_of(test_elements)
+    """Which elements occur in test_elements."""
+    a, b = promote(array_of(elements), array_of(test_elements))
     return constant(array_module(a).isin(a, b))
 
 
 def unique(input, sorted=True, return_inverse=False, return_counts=False):
+    """The different values, sorted; on request also where each element went, and how often each occurs."""
     found = array_module(input.array).unique(input.array, return_inverse=return_inverse, return_counts=return_counts)
     if not isinstance(found, tuple):
         return constant(found)
@@ -455,6 +463,7 @@ def bincount(input, minlength=0):
 
 
 def searchsorted(sorted_sequence, values, *, right=False):
-    x, v = array_of(sorted_sequence), array_of(values)
+    """Where each value would have to be inserted into a sorted row to keep it sorted, [shape of values]."""
+    x, v = promote(array_of(sorted_sequence), array_of(values))
     return constant(array_module(x).asarray(array_module(x).searchsorted(x, v, side="right" if right else "left"), dtype=np.int64))
 

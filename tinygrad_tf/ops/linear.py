@@ -1,7 +1,7 @@
 """Matrix products: matmul of any rank, and the linear layer."""
 import numpy as np
 
-from ..autograd import Function, array_of
+from ..autograd import Function
 from ..backend import array_module, as_rows, sum_rows
 
 
@@ -84,7 +84,7 @@ def matmul(input, other):
 
 
 def linear(input, weight, bias=None):
-    x, w, b = array_of(input), array_of(weight), array_of(bias)
+    x, w, b = input.array, weight.array, None if bias is None else bias.array
     if w.ndim != 2 or x.ndim == 0 or x.shape[-1] != w.shape[-1]:
         raise RuntimeError(f"linear: input {x.shape} and weight {w.shape} do not fit: weight is [out, in] and the last axis of input "
                            f"must be {w.shape[-1] if w.ndim else '?'}")
@@ -96,17 +96,25 @@ def linear(input, weight, bias=None):
     return Linear.apply(input, weight, bias)
 
 
-def mm(input, mat2): return _of_rank("mm", 2, input, mat2)
-def bmm(input, mat2): return _of_rank("bmm", 3, input, mat2)
+def mm(input, mat2):
+    """Matrix [n, k] times matrix [k, m]; nothing is broadcast."""
+    return _of_rank("mm", 2, input, mat2)
+
+
+def bmm(input, mat2):
+    """Matrices [B, n, k] times matrices [B, k, m], one by one."""
+    return _of_rank("bmm", 3, input, mat2)
 
 
 def mv(input, vec):
+    """Matrix [n, k] times vector [k]."""
     if input.ndim != 2 or vec.ndim != 1:
         raise RuntimeError(f"mv: expected a matrix and a vector, got shapes {tuple(input.shape)} and {tuple(vec.shape)}")
     return matmul(input, vec)
 
 
 def dot(input, tensor):
+    """Σ input · tensor of two vectors."""
     if input.ndim != 1 or tensor.ndim != 1:
         raise RuntimeError(f"dot: expected two 1-D tensors, got shapes {tuple(input.shape)} and {tuple(tensor.shape)}")
     return matmul(input, tensor)
@@ -154,6 +162,8 @@ class Einsum(Function):
 def einsum(equation, *operands):
     """Operands and result by letters, as in PyTorch, `...` included; a letter twice in one operand (a diagonal) is not supported."""
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if not all(hasattr(x, "array") for x in operands):
+        raise TypeError(f"einsum: expected tensors behind the equation, got {', '.join(type(x).__name__ for x in operands)}")
     inputs, output = _parse_einsum(equation.replace(" ", ""), [x.ndim for x in operands])
     if len({x.dtype for x in operands}) > 1:
         raise RuntimeError(f"einsum {equation!r}: all operands must have one dtype, got {[x.dtype for x in operands]}; convert one "

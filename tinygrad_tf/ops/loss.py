@@ -1,7 +1,7 @@
 """Losses. Each takes `reduction` "mean", "sum" or "none", and scores, not probabilities, where its name does not say otherwise."""
 import warnings
 
-from ..autograd import Function, array_of
+from ..autograd import Function
 from ..backend import array_module, at_least_float32
 from ._rows import max_along, require_float, sum_along
 from .activation import softplus
@@ -44,7 +44,7 @@ class CrossEntropy(Function):
         xp = array_module(p)
         dloss = spread(dy, count, self.reduction, len(t))
         a, s = (1 - self.smoothing) * w_t * dloss, self.smoothing / p.shape[1] * dloss
-        dx = p * (a + s * _sum_of_weights(w, p))[:, None]
+        dx = p * (a + s * _sum_of_weights(w, p) if self.smoothing else a)[:, None]      # 0 · Σ w may be 0 · ∞
         dx[xp.arange(len(t)), t] -= a
         if self.smoothing:
             dx -= s[:, None] * (1 if w is None else w)
@@ -106,7 +106,7 @@ def check_targets(op, target, classes, ignore_index):
 
 def row_weights(w, t, counted, dtype):
     """w_t for each row: 1, or the weight of its class; 0 for an ignored row."""
-    return counted.astype(dtype) if w is None else w[t] * counted
+    return counted.astype(dtype) if w is None else array_module(w).where(counted, w[t], w.dtype.type(0))
 
 
 def _sum_over_classes(z, w):
@@ -134,12 +134,13 @@ def spread(dy, count, reduction, rows):
 def cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
     """−ln of the probability that softmax(input) gives to the target.    input: [N, C], [C] or [N, C, d1, ...], scores
 
-    target: classes, integers of input's shape without C, or probabilities, floats of input's shape.
+    target: classes, integers (of any width; PyTorch takes int64 and uint8) of input's shape without C, or probabilities,
+    floats of input's shape.
     """
     reduction = _reduction("cross_entropy", reduction, size_average, reduce)
     if not 0 <= label_smoothing <= 1:
         raise RuntimeError(f"cross_entropy: label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
-    x, t = require_float("cross_entropy", array_of(input)), array_of(target)
+    x, t = require_float("cross_entropy", input.array), target.array
     _check_weight("cross_entropy", x, weight)
     if t.shape == x.shape and t.dtype.kind == "f":
         return _cross_entropy_of_probabilities(input, target, weight, ignore_index, reduction, label_smoothing)
@@ -162,9 +163,12 @@ def _cross_entropy_of_probabilities(input, target, weight, ignore_index, reducti
 
 
 def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
-    """−input at the target class, for log-probabilities [N, C], [C] or [N, C, d1, ...]."""
+    """−input at the target class, for log-probabilities [N, C], [C] or [N, C, d1, ...].
+
+    target: classes, integers (of any width; PyTorch takes int64 and uint8) of input's shape without C.
+    """
     reduction = _reduction("nll_loss", reduction, size_average, reduce)
-    x, t = require_float("nll_loss", array_of(input)), array_of(target)
+    x, t = require_float("nll_loss", input.array), target.array
     _check_weight("nll_loss", x, weight)
     _check_classes("nll_loss", x, t)
     return NLLLoss.apply(input, target, weight, ignore_index, reduction)
@@ -173,7 +177,7 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
 def mse_loss(input, target, size_average=None, reduce=None, reduction="mean"):
     """(input − target)²"""
     reduction = _reduction("mse_loss", reduction, size_average, reduce)
-    if input.shape != target.shape:
+    if input.array.shape != target.array.shape:
         warnings.warn(f"mse_loss: input {tuple(input.shape)} and target {tuple(target.shape)} differ in shape and are broadcast, "
                       f"which is rarely meant; make them equal", stacklevel=2)
     return _reduce(square(sub(input, target)), reduction)
@@ -222,6 +226,7 @@ def _check_classes(op, x, t):
                          f"target {t.shape}; flatten both: logits.reshape(-1, C), targets.reshape(-1)")
     if not x.ndim or t.shape != wanted:
         raise RuntimeError(f"{op}: input {x.shape} has its classes on axis {min(1, max(x.ndim - 1, 0))}, so target must have shape "
-                           f"{wanted} for class ids or {x.shape} for float probabilities, got {t.shape}")
+                           f"{wanted} for class ids or {x.shape} for float probabilities, got {t.shape}; of "
+                           f"[B, T, V] logits and [B, T] ids flatten both: logits.reshape(-1, V), targets.reshape(-1)")
     if t.dtype.kind not in "iu":
         raise RuntimeError(f"{op}: a target of class ids must hold integers, got {t.dtype} of shape {t.shape}; convert with .long()")

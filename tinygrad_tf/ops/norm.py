@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 
-from ..autograd import Function, array_of
+from ..autograd import Function
 from ..backend import array_module, at_least_float32
 from ._rows import dot_along, require_float, sum_along
 from .arithmetic import clamp_min, div
@@ -15,7 +15,8 @@ class LayerNorm(Function):
 
     dx = r · (g − mean(g) − x̂ · mean(g · x̂)),  g = dy · w,    dw = dy · x̂,  db = dy       (guide 9.3)
 
-    σ² is the mean of (x − μ)²: as mean(x²) − μ² it would cancel to nothing, or less, beside a large mean.
+    σ² is the mean of (x − μ)²: as mean(x²) − μ² it would cancel to nothing, or less, beside a large mean. A row so large
+    (above 10¹⁹ in float32) that σ² overflows becomes NaN.
     """
 
     def forward(self, x, w, b, shape, eps):
@@ -23,6 +24,7 @@ class LayerNorm(Function):
         size = x32.shape[1]
         x_hat = x32 - sum_along(x32, -1) / size
         r = 1 / xp.sqrt(dot_along(x_hat, x_hat, -1) / size + eps)
+        r[r == 0] = np.nan                      # σ² = ∞: zeros would pass for a result
         x_hat *= r
         y = x_hat if w is None else x_hat * w.reshape(-1)
         if b is not None:
@@ -87,10 +89,13 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """eps=None is the machine epsilon of the dtype that is computed in (float32 for float16), as in PyTorch."""
+    """eps=None is the machine epsilon of the dtype that is computed in (float32 for float16), as in PyTorch.
+
+    A row so large (above 10¹⁹ in float32) that its mean square overflows becomes zeros, as in PyTorch.
+    """
     shape = _check_shapes("rms_norm", input, normalized_shape, weight=weight)
     if eps is None:
-        eps = float(np.finfo(at_least_float32(require_float("rms_norm", array_of(input))[:0]).dtype).eps)
+        eps = float(np.finfo(at_least_float32(require_float("rms_norm", input.array)[:0]).dtype).eps)
     return RMSNorm.apply(input, weight, shape, eps)
 
 
@@ -102,7 +107,7 @@ def normalize(input, p=2.0, dim=1, eps=1e-12):
 def _check_shapes(op, input, normalized_shape, **parameters):
     """normalized_shape as a tuple. RuntimeError where it is not the end of the input's shape, or a parameter's shape is not it."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    x = array_of(input)
+    x = input.array
     if not shape:
         raise RuntimeError(f"{op}: expected normalized_shape to have at least one axis, got {list(shape)}; "
                            f"for the last axis of this input it is [{x.shape[-1] if x.ndim else '?'}]")
@@ -110,7 +115,7 @@ def _check_shapes(op, input, normalized_shape, **parameters):
         raise RuntimeError(f"{op}: given normalized_shape={list(shape)}, expected input with shape [*, {str(list(shape))[1:-1]}], "
                            f"but got input of size {list(x.shape)}; the last {len(shape)} axes of the input must equal normalized_shape")
     for name, p in parameters.items():
-        if p is not None and array_of(p).shape != shape:
+        if p is not None and p.array.shape != shape:
             raise RuntimeError(f"{op}: expected {name} to be of the same shape as normalized_shape {list(shape)}, "
-                               f"but got {list(array_of(p).shape)}")
+                               f"but got {list(p.array.shape)}")
     return shape

@@ -4,7 +4,7 @@ import operator
 
 import numpy as np
 
-from ..autograd import Function, array_of, constant
+from ..autograd import Function, constant
 from ..backend import array_module
 from ..dtypes import numpy_dtype
 from .arithmetic import cast
@@ -259,24 +259,37 @@ def cumsum(input, dim, *, dtype=None):
 
 # --- without gradient -------------------------------------------------------------------------------------------------
 
-def any_(input, dim=None, keepdim=False): return _truth("any", input, dim, keepdim)
-def all_(input, dim=None, keepdim=False): return _truth("all", input, dim, keepdim)
+
+def any_(input, dim=None, keepdim=False):
+    """Is an element not 0? Of all, or along axes."""
+    return _truth("any", input, dim, keepdim)
+
+
+def all_(input, dim=None, keepdim=False):
+    """Is no element 0? Of all, or along axes."""
+    return _truth("all", input, dim, keepdim)
 
 
 def _truth(op, input, dim, keepdim):
     """bool, also for uint8 (where PyTorch gives uint8). dim=() reduces nothing, as in PyTorch."""
-    x = array_of(input) != 0
+    x = input.array != 0
     dims = () if dim == () else normalize_dims(op, dim, x.ndim)
     return constant(array_module(x).asarray(getattr(x, op)(axis=dims, keepdims=keepdim)))
 
 
-def argmax(input, dim=None, keepdim=False): return _arg("argmax", input, dim, keepdim)
-def argmin(input, dim=None, keepdim=False): return _arg("argmin", input, dim, keepdim)
+def argmax(input, dim=None, keepdim=False):
+    """Where the largest element is, the first of equals: in the flattened tensor, or along one axis."""
+    return _arg("argmax", input, dim, keepdim)
+
+
+def argmin(input, dim=None, keepdim=False):
+    """Where the smallest element is, the first of equals: in the flattened tensor, or along one axis."""
+    return _arg("argmin", input, dim, keepdim)
 
 
 def _arg(op, input, dim, keepdim):
     """The index of the first extreme in the flattened tensor, or along one axis."""
-    x = array_of(input)
+    x = input.array
     d = None if dim is None else normalize_dim(op, dim, x.ndim)
     if (x.size if d is None or not x.ndim else x.shape[d]) == 0:
         raise IndexError(f"{op}: expected {'a tensor' if dim is None else f'dim {dim}'} with elements, got shape {x.shape}")
@@ -285,5 +298,6 @@ def _arg(op, input, dim, keepdim):
 
 
 def count_nonzero(input, dim=None):
-    x = array_of(input)
+    """How many elements are not 0."""
+    x = input.array
     return constant(array_module(x).asarray((x != 0).sum(axis=normalize_dims("count_nonzero", dim, x.ndim)), dtype=np.int64))

@@ -87,6 +87,19 @@ class Triangle(Function):
         return getattr(array_module(dy), self.which)(dy, self.diagonal)
 
 
+class Diagonal(Function):
+    """y[…, i] = x[…, i, i], a view.    x: [..., n, n]  y: [..., n];    dx = zeros, then dx[…, i, i] = dy[…, i]"""
+
+    def forward(self, x):
+        return array_module(x).einsum("...ii->...i", x)
+
+    def backward(self, dy):
+        xp = array_module(dy)
+        dx = xp.zeros((*dy.shape, dy.shape[-1]), dtype=dy.dtype)
+        xp.einsum("...ii->...i", dx)[...] = dy
+        return dx
+
+
 class Flip(Function):
     """The order along some axes reversed."""
 
@@ -150,8 +163,8 @@ class Pad(Function):
         return dx
 
 
-def reshape(input, *sizes):
-    shape = as_shape("reshape", sizes)
+def reshape(input, *shape):
+    shape = as_shape("reshape", shape)
     _check_reshape(input.array, shape)
     return Reshape.apply(input, shape)
 
@@ -169,10 +182,10 @@ def _check_reshape(x, shape):
         raise RuntimeError(f"reshape: shape {shape} is invalid for input of size {x.size} (shape {x.shape})")
 
 
-def view(input, *sizes):
-    if len(sizes) == 1 and not isinstance(sizes[0], (int, tuple, list)):
+def view(input, *size):
+    if len(size) == 1 and not isinstance(size[0], (int, tuple, list)):
         raise TypeError("view: to read a tensor's memory as another dtype is not supported; use .to(dtype) to convert values")
-    y = reshape(input, *sizes)
+    y = reshape(input, *size)
     if input.array.size and owner(y.array) is not owner(input.array):
         raise RuntimeError(f"view: shape {tuple(input.shape)} with these strides cannot be viewed as {tuple(y.shape)} without a "
                            f"copy; use .reshape(...) or .contiguous().view(...)")
@@ -180,6 +193,7 @@ def view(input, *sizes):
 
 
 def flatten(input, start_dim=0, end_dim=-1):
+    """The axes from start_dim to end_dim become one."""
     start, end = (normalize_dim("flatten", d, input.ndim) for d in (start_dim, end_dim))
     if start > end:
         raise RuntimeError(f"flatten: start_dim {start_dim} comes after end_dim {end_dim}")
@@ -188,6 +202,7 @@ def flatten(input, start_dim=0, end_dim=-1):
 
 
 def unflatten(input, dim, sizes):
+    """One axis becomes several, of the given sizes; one of them may be −1."""
     d, shape = _real_dim("unflatten", dim, input), input.array.shape
     sizes = as_shape("unflatten", (sizes,))
     if sizes.count(-1) == 1:
@@ -246,8 +261,8 @@ def movedim(input, source, destination):
     return Permute.apply(input, tuple(order))
 
 
-def expand(input, *sizes):
-    sizes, shape = as_shape("expand", sizes), input.array.shape
+def expand(input, *size):
+    sizes, shape = as_shape("expand", size), input.array.shape
     extra = len(sizes) - len(shape)
     fits = extra >= 0 and all(n in (-1, s) or s == 1 for n, s in zip(sizes[extra:], shape)) and all(n >= 0 for n in sizes[:extra])
     if not fits:
@@ -256,7 +271,11 @@ def expand(input, *sizes):
     return Expand.apply(input, sizes[:extra] + tuple(s if n == -1 else n for n, s in zip(sizes[extra:], shape)))
 
 
-def broadcast_to(input, size): return expand(input, size)
+def broadcast_to(input, size):
+    """The tensor expanded to a shape, without a copy."""
+    return expand(input, size)
+
+
 def expand_as(input, other): return expand(input, other.array.shape)
 
 
@@ -335,12 +354,19 @@ def chunk(input, chunks, dim=0):
 
 
 def unbind(input, dim=0):
+    """The slices along `dim` as a tuple of views, without that axis."""
     d = _real_dim("unbind", dim, input, IndexError)
     return tuple(input[(slice(None),) * d + (i,)] for i in range(input.array.shape[d]))
 
 
-def tril(input, diagonal=0): return _triangle("tril", input, diagonal)
-def triu(input, diagonal=0): return _triangle("triu", input, diagonal)
+def tril(input, diagonal=0):
+    """The lower triangle of the last two axes, zeros above the diagonal that lies `diagonal` above the main one."""
+    return _triangle("tril", input, diagonal)
+
+
+def triu(input, diagonal=0):
+    """The upper triangle of the last two axes, zeros below the diagonal that lies `diagonal` above the main one."""
+    return _triangle("triu", input, diagonal)
 
 
 def _triangle(which, input, diagonal):
@@ -363,15 +389,16 @@ def roll(input, shifts, dims=None):
     return Roll.apply(input, shifts, tuple(_real_dim("roll", d, input, IndexError) for d in dims))
 
 
-def repeat(input, *sizes):
-    times = as_shape("repeat", sizes)
+def repeat(input, *repeats):
+    times = as_shape("repeat", repeats)
     if len(times) < input.ndim or any(n < 0 for n in times):
         raise RuntimeError(f"repeat: one count ≥ 0 for each of the {input.ndim} dimensions is needed, got {times}")
     return Repeat.apply(input, times)
 
 
-def tile(input, *sizes):
-    times = as_shape("tile", sizes)
+def tile(input, *dims):
+    """As `repeat`, with ones put before too few counts."""
+    times = as_shape("tile", dims)
     return repeat(input, (1,) * (input.ndim - len(times)) + times)
 
 
@@ -406,14 +433,13 @@ def pad(input, pad, mode="constant", value=None):
 
 
 def diagonal(input, offset=0, dim1=0, dim2=1):
-    """The diagonal of two axes as the last axis."""
+    """The diagonal of two axes as the last axis, as a view."""
     a, b = (normalize_dim("diagonal", d, input.ndim) for d in (dim1, dim2))
     if a == b:
         raise RuntimeError(f"diagonal: dim1 and dim2 must be two axes, got {dim1} and {dim2} for shape {tuple(input.shape)}")
-    rows, columns = input.array.shape[a], input.array.shape[b]
-    i = np.arange(max(min(rows + min(offset, 0), columns - max(offset, 0)), 0))
-    moved = movedim(input, (a, b), (-2, -1))
-    return moved[..., constant(i - min(offset, 0)), constant(i + max(offset, 0))]
+    row, column = max(-offset, 0), max(offset, 0)
+    n = max(min(input.array.shape[a] - row, input.array.shape[b] - column), 0)
+    return Diagonal.apply(movedim(input, (a, b), (-2, -1))[..., row:row + n, column:column + n])
 
 
 def meshgrid(*tensors, indexing="ij"):

@@ -27,14 +27,14 @@ class Adam(Optimizer):
                 raise ValueError(f"{self._name()}: Invalid beta parameter at index {i}: {beta}, expected 0 <= beta < 1")
 
     def update(self, p, g, state, group):
-        xp, lr, (beta1, beta2) = array_module(p), float(group["lr"]), group["betas"]
+        xp, lr, (beta1, beta2) = array_module(p), float(group["lr"]), map(float, group["betas"])
         if not state:
             self.start(p, state, group)
         state["step"].array += 1
         t, m, v = float(state["step"].array), state["exp_avg"].array, state["exp_avg_sq"].array
 
         g = self.decay(p, -g if group["maximize"] else g, group)
-        work = g - m                            # one temporary, used for every term in turn
+        work = xp.subtract(g, m, out=xp.empty_like(p))      # one temporary, used for every term in turn; an array also in 0-d
         work *= 1 - beta1
         m += work                               # β₁ m + (1 − β₁) g
         xp.square(g, out=work)
@@ -45,7 +45,7 @@ class Adam(Optimizer):
             v = xp.maximum(state["max_exp_avg_sq"].array, v, out=state["max_exp_avg_sq"].array)
         xp.sqrt(v, out=work)
         work /= math.sqrt(1 - beta2 ** t)
-        work += group["eps"]                    # √v̂ + eps
+        work += float(group["eps"])             # √v̂ + eps
         xp.divide(m, work, out=work)
         work *= lr / (1 - beta1 ** t)
         p -= work
@@ -59,7 +59,7 @@ class Adam(Optimizer):
             state["max_exp_avg_sq"] = constant(zeros(p))
 
     def decay(self, p, g, group):
-        return g + group["weight_decay"] * p if group["weight_decay"] else g
+        return g + float(group["weight_decay"]) * p if group["weight_decay"] else g
 
 
 class AdamW(Adam):
@@ -73,5 +73,5 @@ class AdamW(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
 
     def decay(self, p, g, group):
-        p *= 1 - float(group["lr"]) * group["weight_decay"]
+        p *= 1 - float(group["lr"]) * float(group["weight_decay"])
         return g

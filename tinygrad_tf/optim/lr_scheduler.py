@@ -1,6 +1,7 @@
 """Learning-rate schedules. `scheduler.step()` follows `optimizer.step()`, once an update (or once an epoch)."""
 import math
 
+from ..tensor import Tensor
 from .optimizer import Optimizer
 
 
@@ -17,25 +18,35 @@ class LRScheduler:
     """
 
     def __init__(self, optimizer, last_epoch=-1):
-        self.optimizer, self.last_epoch = optimizer, last_epoch
+        self.optimizer, self.last_epoch, self._last_lr = optimizer, last_epoch, None
         for i, group in enumerate(_groups_of(optimizer)):
             if last_epoch == -1:
-                group.setdefault("initial_lr", group["lr"])     # a second scheduler starts from the same rates
+                group.setdefault("initial_lr", float(group["lr"]))  # a second scheduler starts from the same rates
             elif "initial_lr" not in group:
                 raise KeyError(f"param 'initial_lr' is not specified in param_groups[{i}] when resuming the scheduler with "
                                f"last_epoch={last_epoch}")
-        self.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        self.base_lrs = [float(group["initial_lr"]) for group in optimizer.param_groups]
         self.step()
 
     def get_lr(self):
         raise NotImplementedError(f"{type(self).__name__} defines no get_lr()")
 
     def step(self):
-        """Sets the learning rates of the next step."""
+        """Sets the learning rates of the next step. A rate that is a tensor stays one and is written in place.
+
+        ValueError where there is no rate for a group that was added since.
+        """
         self.last_epoch += 1
-        self._last_lr = self.get_lr()
-        for group, lr in zip(self.optimizer.param_groups, self._last_lr):
-            group["lr"] = lr
+        groups, lrs = self.optimizer.param_groups, self.get_lr()
+        if len(lrs) != len(groups):
+            raise ValueError(f"{type(self).__name__}: {len(lrs)} learning rates for {len(groups)} parameter groups; a group that is added "
+                             f"after the scheduler needs a new scheduler")
+        for group, lr in zip(groups, lrs):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self._last_lr = lrs
 
     def get_last_lr(self):
         """The learning rates now in use, one for each group."""
@@ -67,7 +78,15 @@ class LambdaLR(LRScheduler):
 
 
 class CosineAnnealingLR(LRScheduler):
-    """lr = eta_min + (initial lr − eta_min) · (1 + cos(π · step / T_max)) / 2.    (Loshchilov and Hutter, 2017)"""
+    """lr = eta_min + (initial lr − eta_min) · (1 + cos(π · t / T_max)) / 2 at step t, reached from the rate in use:
+
+    lr ← eta_min + (lr − eta_min) · (1 + cos(π · t / T_max)) / (1 + cos(π · (t − 1) / T_max))
+
+    A rate that was changed in between stays changed, and a group that was added later takes part. One step after a lowest
+    point this is 0/0, and lr ← lr + (initial lr − eta_min) · (1 − cos(π / T_max)) / 2: a group that was added later has no
+    initial lr here, which is a ValueError. The first step leaves lr as it is.
+    (Loshchilov and Hutter, 2017; PyTorch's recursive form.)
+    """
 
     def __init__(self, optimizer, T_max, eta_min=0.0, last_epoch=-1):
         if not T_max > 0:
@@ -76,8 +95,14 @@ class CosineAnnealingLR(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self):
-        wave = (1 + math.cos(math.pi * self.last_epoch / self.T_max)) / 2
-        return [self.eta_min + (base - self.eta_min) * wave for base in self.base_lrs]
+        rates, t = [float(group["lr"]) for group in self.optimizer.param_groups], self.last_epoch
+        if self._last_lr is None:
+            return rates
+        if (t - 1 - self.T_max) % (2 * self.T_max) == 0:
+            rise = (1 - math.cos(math.pi / self.T_max)) / 2
+            return [lr + (base - self.eta_min) * rise for lr, base in zip(rates, self.base_lrs)]
+        shrink = (1 + math.cos(math.pi * t / self.T_max)) / (1 + math.cos(math.pi * (t - 1) / self.T_max))
+        return [self.eta_min + (lr - self.eta_min) * shrink for lr in rates]
 
 
 def warmup_cosine(step, warmup, total, floor=0.0):

@@ -3,6 +3,7 @@ import math
 from collections import defaultdict
 
 from ..autograd import enable_grad, no_grad
+from ..backend import is_writable
 from ..creation import tensor
 from ..tensor import Tensor
 
@@ -14,6 +15,7 @@ class Optimizer:
 
     `param_groups` is a list of dictionaries {"params": [...], "lr": …, …}; `state` holds a dictionary for each parameter
     that was ever updated. A parameter whose `.grad` is None is left out entirely: no decay, no momentum, no step count.
+    From (name, tensor) pairs, as of `model.named_parameters()`, a group also keeps its "param_names".
     """
 
     def __init__(self, params, defaults):
@@ -34,14 +36,16 @@ class Optimizer:
     def add_param_group(self, param_group):
         """Adds {"params": tensors, option: value, …}; what it does not say comes from the defaults.
 
-        TypeError for things that are no tensors, ValueError for one that is listed twice, is no leaf, or is no float.
+        TypeError for things that are no tensors; ValueError for one that is listed twice, is no leaf, or is no float, and where
+        some have names and others not.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"{self._name()}: param_group must be a dict, got {type(param_group).__name__}")
         if "params" not in param_group:
             raise ValueError(f"{self._name()}: a parameter group needs the key 'params', got {sorted(param_group)}")
-        group = {**self.defaults, **param_group, "params": self._as_list(param_group["params"])}
+        group = {**self.defaults, **param_group, **self._named(self._as_list(param_group["params"]))}
         self._check_params(group["params"])
+        self._check_names(group)
         self.check_options(group)
         self.param_groups.append(group)
 
@@ -50,6 +54,21 @@ class Optimizer:
             raise TypeError(f"{self._name()}: optimizer parameters need to be organized in ordered collections, a set has no "
                             f"order; use a list")
         return [params] if isinstance(params, Tensor) else list(params)
+
+    def _named(self, params):
+        """{"params": tensors}, and where they came as (name, tensor) pairs also {"param_names": names}."""
+        pairs = [p for p in params if isinstance(p, tuple) and len(p) == 2]
+        if not pairs:
+            return {"params": params}
+        if len(pairs) < len(params):
+            raise ValueError(f"{self._name()}: all optimizer params should be with or without names, got {len(pairs)} of {len(params)} "
+                             f"as (name, tensor)")
+        return {"params": [p for _, p in pairs], "param_names": [name for name, _ in pairs]}
+
+    def _check_names(self, group):
+        if any(("param_names" in group) != ("param_names" in other) for other in self.param_groups):
+            raise ValueError(f"{self._name()}: all optimizer param groups should be with or without names; give named_parameters() to "
+                             f"all, or to none")
 
     def _check_params(self, params):
         seen = {id(p) for group in self.param_groups for p in group["params"]}
@@ -85,24 +104,29 @@ class Optimizer:
                 p.grad.zero_()
 
     def step(self, closure=None):
-        """One update of every parameter that has a gradient. `closure` computes the loss anew; its result is returned."""
+        """One update of every parameter that has a gradient. `closure` computes the loss anew; its result is returned.
+
+        RuntimeError, and nothing changed, where one of them lies in memory that cannot be written.
+        """
         loss = None
         if closure is not None:
             with enable_grad():
                 loss = closure()
         with no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self._check_grad(p)
-                        self.update(p.array, p.grad.array, self.state[p], group)
-                        p.version.writes += 1
+            for p, group in self._waiting():
+                self.update(p.array, p.grad.array, self.state[p], group)
+                p.version.writes += 1
         return loss
 
-    def _check_grad(self, p):
-        if p.grad.array.shape != p.array.shape:
-            raise RuntimeError(f"{self._name()}: a gradient of shape {tuple(p.grad.shape)} was assigned to a parameter of shape "
-                               f"{tuple(p.shape)}; they must be equal")
+    def _waiting(self):
+        """(parameter, its group) for all that have a gradient: checked together, before the first of them moves."""
+        waiting = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, _ in waiting:
+            if not is_writable(p.array):
+                raise RuntimeError(f"{self._name()}: a parameter of shape {tuple(p.shape)} cannot be updated in place: it is expanded, "
+                                   f"so that one number stands for several elements, or its memory is read-only; make it from "
+                                   f"tensor.clone()")
+        return waiting
 
     def update(self, p, g, state, group):
         raise NotImplementedError(f"{self._name()} defines no update(p, g, state, group)")
@@ -112,7 +136,7 @@ class Optimizer:
     def state_dict(self):
         """{"state": {index: {name: value}}, "param_groups": [...]}: parameters by their index, tensors copied."""
         index = {id(p): i for i, p in enumerate(self._params())}
-        state = {index[id(p)]: {name: _copy(value) for name, value in entry.items()} for p, entry in self.state.items()}
+        state = {index[id(p)]: {name: _copy(value) for name, value in entry.items()} for p, entry in self.state.items() if entry}
         groups = [{**_options(group), "params": [index[id(p)] for p in group["params"]]} for group in self.param_groups]
         return {"state": state, "param_groups": groups}
 
@@ -127,7 +151,8 @@ class Optimizer:
                              f"{[len(g['params']) for g in groups]} parameters, this optimizer has "
                              f"{[len(g['params']) for g in self.param_groups]}")
         own = dict(zip((i for g in groups for i in g["params"]), self._params()))
-        groups = [{**self.defaults, **theirs, "params": mine["params"]} for theirs, mine in zip(groups, self.param_groups)]
+        groups = [{**self.defaults, **_names(mine), **_options(theirs), "params": mine["params"]}
+                  for theirs, mine in zip(groups, self.param_groups)]
         for group in groups:
             self.check_options(group)
         state = defaultdict(dict)
@@ -162,7 +187,12 @@ _SPOKEN = {"lr": "learning rate", "weight_decay": "weight_decay value", "eps": "
 
 
 def _options(group):
-    return {name: value for name, value in group.items() if name != "params"}
+    """All but the parameters, copied."""
+    return {name: _copy(value) for name, value in group.items() if name != "params"}
+
+
+def _names(group):
+    return {"param_names": group["param_names"]} if "param_names" in group else {}
 
 
 def _copy(value):

@@ -1,5 +1,6 @@
 """Stochastic gradient descent."""
 from ..autograd import constant
+from ..backend import array_module
 from .optimizer import Optimizer
 
 
@@ -22,19 +23,19 @@ class SGD(Optimizer):
                              f"momentum={group['momentum']}, dampening={group['dampening']}")
 
     def update(self, p, g, state, group):
-        momentum = group["momentum"]
+        lr, momentum, dampening, decay = (float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay"))
         g = -g if group["maximize"] else g
-        if group["weight_decay"]:
-            g = g + group["weight_decay"] * p
+        if decay:
+            g = g + decay * p
         if momentum:
-            b = self.accumulate(g, state, momentum, 1 - group["dampening"])
+            b = self.accumulate(g, state, momentum, 1 - dampening)
             g = g + momentum * b if group["nesterov"] else b
-        p -= group["lr"] * g
+        p -= lr * g
 
     def accumulate(self, g, state, momentum, share):
         """b ← momentum · b + share · g in place; returns b."""
         if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = constant(g.copy())
+            state["momentum_buffer"] = constant(array_module(g).array(g))       # of a 0-d array, −g is a scalar: an array again
             return state["momentum_buffer"].array
         b = state["momentum_buffer"].array
         b *= momentum

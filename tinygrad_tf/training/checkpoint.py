@@ -3,12 +3,12 @@
 Tensors are stored as safetensors and everything else as JSON in the same file's header, so that one rename replaces the
 old checkpoint by the new one: a crash or a full disk at any moment leaves one of the two whole. Nothing is pickled.
 """
-import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
+
+from ..serialization import content_digest, one_line, write_atomically
 
 FORMAT = 1
 _STATE = "tinygrad_tf"          # the one entry of the file's metadata
@@ -25,37 +25,6 @@ def save_checkpoint(path, tensors, state):
     arrays = {name: np.asarray(a, order="C") for name, a in tensors.items()}
     text = json.dumps({"format": FORMAT, **state})
     write_atomically(path, save({**arrays, _DIGEST: content_digest(arrays, text)}, metadata={_STATE: text}))
-
-
-def content_digest(tensors, text):
-    """SHA-256 over the text and every tensor's name, dtype, shape and bytes, as uint8 [32]: one changed bit is seen."""
-    digest = hashlib.sha256(text.encode())
-    for name, array in sorted(tensors.items()):
-        digest.update(repr((name, array.dtype.str, array.shape)).encode())
-        digest.update(array.reshape(-1).view(np.uint8))
-    return np.frombuffer(digest.digest(), np.uint8)
-
-
-def write_atomically(path, data):
-    """Bytes or text to a file that is, at every moment, the old one or the new one. OSError names the file."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data.encode("utf-8") if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def remove_leftovers(folder):
-    """Deletes what a process that was killed while it wrote has left half done."""
-    for temporary in Path(folder).glob(".*.tmp"):
-        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path):
@@ -77,20 +46,15 @@ def _read(path):
     try:
         with safe_open(path, framework="numpy") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
-    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # the last ones: odd dtypes
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:     # also odd dtypes
         raise CheckpointError(f"the checkpoint {path} is damaged or is no safetensors file ({one_line(error)})") from None
 
 
 def _parse(text, path):
     try:
         state = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict) or "format" not in state:
         raise CheckpointError(f"{path} is a safetensors file but no checkpoint of tinygrad_tf, or a damaged one")
     return state
-
-
-def one_line(error):
-    """The message of an error, whatever its line breaks."""
-    return " ".join(str(error).split())

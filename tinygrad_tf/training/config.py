@@ -1,6 +1,8 @@
 """What a training run is made of: one flat record, saved with every checkpoint."""
 import dataclasses
-import math
+import sys
+
+LARGEST = sys.float_info.max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +28,9 @@ class TrainConfig:
         for name in ("context", "dim", "layers", "heads", "batch_size", "steps", "eval_every"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("lr", "clip"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+            self._require(name, 0 < getattr(self, name) <= LARGEST, "positive and finite")
         self._require("warmup", self.warmup >= 0, "at least 0")
-        self._require("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0")
+        self._require("weight_decay", 0 <= self.weight_decay <= LARGEST, "at least 0")
         self._require("dropout", 0 <= self.dropout < 1, "in [0, 1)")
         self._require("norm", self.norm in ("pre", "post"), "'pre' or 'post'")
         self._require("heads", self.dim % self.heads == 0, f"a divisor of dim = {self.dim}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import write_atomically
+from ..serialization import write_atomically
 
 FIELDS = ("step", "learning_rate", "train_loss", "gradient_norm", "validation_loss")
 

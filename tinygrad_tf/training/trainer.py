@@ -14,14 +14,15 @@ from ..models import MiniGPT
 from ..nn.utils import clip_grad_norm_
 from ..optim import AdamW, decay_groups
 from ..optim.lr_scheduler import LambdaLR, warmup_cosine
-from .checkpoint import CheckpointError, load_checkpoint, one_line, remove_leftovers, save_checkpoint
+from ..serialization import one_line
+from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .evaluation import evaluate
+from .folder import CHECKPOINT, locked, remove_leftovers
 from .metrics import Metrics
+from .validation import as_json, check_equal, check_metrics, check_moments, check_sizes, check_state, check_weights
 
-CHECKPOINT = "checkpoint.safetensors"
-MOMENTS = {"step", "exp_avg", "exp_avg_sq"}     # what AdamW keeps for each parameter
-FINAL_LR = 0.1                                  # the cosine ends at this share of the peak
+FINAL_LR = 0.1                  # the cosine ends at this share of the peak
 
 
 class Trainer:
@@ -76,12 +77,13 @@ class Trainer:
         """Trains up to config.steps, or until should_stop() after a step. Returns True when the run is complete.
 
         Saves at the start, at each evaluation and when it stops. report(step=…, loss=…, lr=…, tokens_per_second=…,
-        validation_loss=… or None) is called after each step; the rate does not count evaluations.
+        validation_loss=… or None) is called after each step; the rate does not count evaluations. BlockingIOError where another
+        process trains in the folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.folder)
-        self.save()                                     # a folder that cannot be written to shows before the work is done
-        with np.errstate(over="ignore", invalid="ignore"):              # what overflows is found by _check_finite
+        with locked(self.folder), np.errstate(over="ignore", invalid="ignore"):         # what overflows is found by _check_finite
+            remove_leftovers(self.folder)
+            self.save()                                 # a folder that cannot be written to shows before the work is done
             return self._loop(should_stop, report)
 
     def _loop(self, should_stop, report):
@@ -115,6 +117,7 @@ class Trainer:
     def save(self):
         """The checkpoint, and metrics.csv from the numbers that are also in it."""
         tensors = {f"model.{k}": v.array for k, v in self.model.named_parameters()}        # a tied weight once
+        self._check_finite("weights", sum(float(abs(a).max()) for a in tensors.values()))
         moments, optimizer = split_tensors(self.optimizer.state_dict())
         tensors.update({f"optimizer.{k}": v for k, v in moments.items()}, rng=self.random_state, metrics=self.metrics.table())
         save_checkpoint(self.folder / CHECKPOINT, tensors, {
@@ -126,21 +129,39 @@ class Trainer:
     @classmethod
     def resume(cls, folder, sources=None):
         """The run in a folder, as it was when its checkpoint was written; the text is read again. Raises CheckpointError."""
-        tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
+        with locked(folder):                            # whoever trains there now will write a newer one
+            tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
         with fitting(folder):
-            self = cls(TrainConfig.from_dict(state["config"]), sources or state["sources"], folder)
+            config, tokenizer = check_record(tensors, state)
+            self = cls(config, sources or state["sources"], folder)
             if self.fingerprint != state["text"]:
                 raise CheckpointError(f"the run in {folder} was trained on another text than {', '.join(self.sources)} holds now; "
                                       f"resume it with the same text")
-            load_weights(self.model, tensors)
-            self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
-            if any(entry.keys() != MOMENTS for entry in self.optimizer.state.values()):
-                raise KeyError(f"the optimizer's state is not {', '.join(sorted(MOMENTS))}")
-            self.scheduler.load_state_dict(state["scheduler"])
-            self.sampler.load_state_dict(state["sampler"])
-            random.set_rng_state(tensors["rng"])
-            self.step, self.random_state, self.metrics = state["step"], tensors["rng"], Metrics(folder, tensors["metrics"])
+            self._load(tensors, state)
         return self
+
+    def _load(self, tensors, state):
+        """Puts a new trainer where the checkpoint's was."""
+        check_equal(state["tokenizer"], self.tokenizer.to_dict(), "tokenizer")
+        self.step, self.random_state = state["step"], tensors["rng"]
+        check_metrics(tensors["metrics"], self.step)
+        self.metrics = Metrics(self.folder, tensors["metrics"])
+        load_weights(self.model, tensors)
+        self._load_optimizer(tensors, state)
+        self.sampler.load_state_dict(state["sampler"])
+        random.set_rng_state(self.random_state)
+
+    def _load_optimizer(self, tensors, state):
+        """The schedule, and with it the optimizer's options, follow from the step; the moments are taken over."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        check_moments(tensors, self.step, params)
+        self.scheduler.last_epoch = self.step - 1
+        self.scheduler.step()
+        check_equal(state["scheduler"], as_json(self.scheduler.state_dict()), "scheduler")
+        options = {**self.optimizer.state_dict(), "state": {str(i): {} for i in range(len(params)) if self.step}}
+        check_equal(state["optimizer"], as_json(options), "optimizer")
+        self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
+        self.scheduler.load_state_dict(state["scheduler"])
 
 
 @contextmanager
@@ -150,7 +171,7 @@ def fitting(folder):
         yield
     except (CheckpointError, CorpusError):
         raise
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"the checkpoint in {folder} does not fit this version of tinygrad_tf "
                               f"({type(error).__name__}: {one_line(error)})") from None
 
@@ -173,8 +194,17 @@ def build_model(config, vocab_size):
                    norm_first=config.norm == "pre")
 
 
+def check_record(tensors, state):
+    """(configuration, tokenizer) of a checkpoint, when it holds what it must and its sizes are those of its weights."""
+    check_state(state)
+    config, tokenizer = TrainConfig.from_dict(state["config"]), CharTokenizer.from_dict(state["tokenizer"])
+    check_sizes(config, tokenizer.vocab_size, tensors)
+    return config, tokenizer
+
+
 def load_weights(model, tensors):
     """Copies the arrays "model.…" of a checkpoint into a model; the tied head is stored once, under the embedding's name."""
+    check_weights(tensors)
     weights = {k.removeprefix("model."): constant(a) for k, a in tensors.items() if k.startswith("model.")}
     weights["lm_head.weight"] = weights["embedding.token.weight"]
     model.load_state_dict(weights)
@@ -184,8 +214,8 @@ def load_model(folder):
     """(model in eval mode, tokenizer, state) of a run's checkpoint; state holds "config", "sources", "step". CheckpointError."""
     tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
     with fitting(folder):
-        tokenizer = CharTokenizer.from_dict(state["tokenizer"])
-        model = build_model(TrainConfig.from_dict(state["config"]), tokenizer.vocab_size)
+        config, tokenizer = check_record(tensors, state)
+        model = build_model(config, tokenizer.vocab_size)
         load_weights(model, tensors)
     return model.eval(), tokenizer, state
 

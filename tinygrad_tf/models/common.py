@@ -1,0 +1,69 @@
+"""What the models share: first weights, positions in padded rows, the loss, and the checks of their inputs."""
+from .. import nn
+from ..nn import functional as F
+from ..nn.positions import count_positions
+from ..tensor import Tensor
+
+
+def init_weights(module):
+    """Linear and Embedding weights from N(0, 0.02²), biases 0; for `Module.apply`.       (guide 13.2)"""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, mean=0.0, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def positions_of(tokens, valid_tokens=None, past=0):
+    """Where each of the new tokens [B, T, …] stands after `past` earlier ones, padding not counted.    [B, T]"""
+    B, T = tokens.shape[:2]
+    return count_positions(past + T, valid_tokens, tokens.device).expand(B, past + T)[:, past:]
+
+
+def next_token_loss(logits, targets):
+    """Mean of −ln softmax(logits)[target] over the targets that are not −100.    logits: [B, T, V_vocab]  targets: [B, T]"""
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+def check_inputs(model, token_ids, targets=None, valid_tokens=None, cache=None, position_ids=None):
+    """How many tokens the cache holds; ValueError, and nothing is changed, where something does not fit `model`."""
+    name = type(model).__name__
+    check_tensors(name, token_ids=token_ids, targets=targets, valid_tokens=valid_tokens, position_ids=position_ids)
+    if token_ids.ndim != 2:
+        raise ValueError(f"{name}: token_ids must have shape [B, T], got {tuple(token_ids.shape)}")
+    if cache is not None and len(cache.layers) != len(model.blocks):
+        raise ValueError(f"{name}: the cache has {len(cache.layers)} layers, the model {len(model.blocks)}; build "
+                         f"KVCache(num_layers={len(model.blocks)}, capacity={model.max_seq_len})")
+    past = 0 if cache is None else cache.length
+    check_length(model, *token_ids.shape, valid_tokens, past)
+    if targets is not None:
+        _check_targets(name, token_ids, targets)
+    if cache is not None:
+        cache.agree_on_padding(valid_tokens)
+    return past
+
+
+def _check_targets(name, token_ids, targets):
+    if targets.shape != token_ids.shape:
+        raise ValueError(f"{name}: targets must have the shape of token_ids, {tuple(token_ids.shape)}, got {tuple(targets.shape)}")
+    if targets.numel() == 0:
+        raise ValueError(f"{name}: a mean over targets needs at least one, got shape {tuple(targets.shape)}; leave targets out")
+    if not (targets != -100).any():
+        raise ValueError(f"{name}: targets are all -100: none counts, and their mean would be 0 / 0")
+
+
+def check_tensors(name, **arguments):
+    """TypeError for a list, an array or a number where a tensor is needed; None, where it is allowed, is left to the caller."""
+    for argument, value in arguments.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {argument} must be a Tensor, got {type(value).__name__}; convert it with tinygrad_tf.tensor(...)")
+
+
+def check_length(model, B, T, valid_tokens=None, past=0):
+    """ValueError where `past` + T tokens are more than the model has positions for, or valid_tokens is not [B, past + T]."""
+    name = type(model).__name__
+    if past + T > model.max_seq_len:
+        raise ValueError(f"{name}: {past + T} positions are needed but max_seq_len is {model.max_seq_len}; "
+                         f"pass a shorter sequence or build the model with a larger max_seq_len")
+    if valid_tokens is not None and tuple(valid_tokens.shape) != (B, past + T):
+        raise ValueError(f"{name}: valid_tokens must have one entry for each token, cached ones included, [{B}, {past + T}], "
+                         f"got {tuple(valid_tokens.shape)}")

@@ -1,0 +1,43 @@
+"""The modern decoder-only model: the parts that published models put together since GPT-2, in place of MiniGPT's."""
+from .. import nn
+from .common import check_inputs, init_weights, next_token_loss
+
+
+class Decoder(nn.Module):
+    """ids [B, T] → logits [B, T, V_vocab]:  token embedding → num_layers modern blocks → RMSNorm → tied head.
+
+    x ← x + attention(RMSNorm(x)),  x ← x + SwiGLU(RMSNorm(x)).        What differs from `MiniGPT` (guide 10):
+
+    RMSNorm     rescales and does not centre: one gain, no shift
+    RoPE        positions turn q and k in every layer; no table is added to the embedding
+    GQA         num_kv_heads ≤ num_heads key and value heads: the KV cache shrinks by num_heads / num_kv_heads
+    SwiGLU      a gated feed-forward network, W_gate, W_up: [Cff, C], W_down: [C, Cff]; Cff = 8C/3 has the size of 4C ungated
+    no biases   in any linear layer
+    """
+
+    def __init__(self, vocab_size, max_seq_len, dim, num_heads, hidden_dim, num_layers, dropout=0.0, num_kv_heads=None,
+                 rope_base=10000.0):
+        super().__init__()
+        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
+        self.embedding = nn.Embedding(vocab_size, dim)
+        head_dim = dim // max(num_heads, 1)         # what is wrong with other numbers of heads, the attention says
+        rope = nn.RotaryEmbedding(head_dim, rope_base, max_seq_len=max_seq_len)                 # one table for all layers
+        self.blocks = nn.ModuleList([nn.TransformerBlock(dim, num_heads, hidden_dim, dropout, norm_first=True, norm="rms", ffn="swiglu",
+                                                         num_kv_heads=num_kv_heads, bias=False, rope=rope) for _ in range(num_layers)])
+        self.final_norm = nn.RMSNorm(dim)
+        self.lm_head = nn.Linear(dim, vocab_size, bias=False)
+        self.apply(init_weights)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, token_ids, targets=None, valid_tokens=None, position_ids=None, cache=None):
+        """(logits, loss): the arguments, the errors and their meaning are those of `MiniGPT`.
+
+        position_ids [T] or [B, T] are what RoPE turns by; only their differences matter.
+        """
+        check_inputs(self, token_ids, targets, valid_tokens, cache, position_ids)
+        x = self.embedding(token_ids)                                                   # [B, T, C]
+        for i, block in enumerate(self.blocks):
+            x = block(x, causal=True, valid_tokens=valid_tokens, cache=None if cache is None else cache.layer(i),
+                      position_ids=position_ids)
+        logits = self.lm_head(self.final_norm(x))                                       # [B, T, V_vocab]
+        return logits, None if targets is None else next_token_loss(logits, targets)
