@@ -150,7 +150,7 @@ def _add_train(commands):
     p.add_argument("--preset", choices=sorted(PRESETS), help="sizes and schedule to start from (default: tiny)")
     for field in dataclasses.fields(TrainConfig):
         p.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), metavar=type(field.default).__name__.upper(),
-                       help=f"instead of the preset's (tiny: {field.default})")
+                       help=f"{field.metadata['help']} (tiny: {field.default})")
     p.set_defaults(command=train)
 
 
@@ -307,7 +307,8 @@ def print_comparison(loss, ngrams):
     for name, nats in rows.items():
         print(f"  {name:20s}{nats:12.4f}         {evaluation.perplexity(nats):8.3f}")
     beaten = [f"{n}-gram" for n, nats in sorted(ngrams.items()) if loss < nats]
-    print(f"MiniGPT beats: {', '.join(beaten)}." if beaten else "MiniGPT is not yet better than letter frequencies: train longer.")
+    print(f"MiniGPT beats: {', '.join(beaten)}." if beaten else
+          "MiniGPT is not better than letter frequencies: train longer, or, if its loss rose, with a smaller --lr.")
 
 
 def default_prompt(tokenizer):
@@ -346,7 +347,7 @@ def evaluate(arguments):
     _, train_ids, validation_ids = encode_split(load_text(sources), tokenizer)
     require_length(validation_ids, 1, "held-out text")
     loss = evaluation.evaluate(model, validation_ids, model.max_seq_len)
-    print(f"{folder} on {' '.join(sources)}: {len(validation_ids):,} held-out characters")
+    print(f"{folder} on {' '.join(sources)}: {len(validation_ids):,} held-out characters; the n-grams counted the text before them")
     print_comparison(loss, baselines(train_ids, validation_ids, tokenizer.vocab_size))
 
 

@@ -5,23 +5,28 @@ import sys
 LARGEST = sys.float_info.max
 
 
+def setting(default, what):
+    """A field with the words that --help says of it."""
+    return dataclasses.field(default=default, metadata={"help": what})
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Sizes of the model in the guide's letters, and the schedule. Field names are the command line's flags."""
-    context: int = 64               # T
-    dim: int = 128                  # C
-    layers: int = 4
-    heads: int = 4                  # H
-    dropout: float = 0.0
-    norm: str = "pre"               # "pre" or "post" (the guide's MiniGPT)
-    batch_size: int = 12            # B
-    steps: int = 1200
-    lr: float = 4e-3
-    warmup: int = 100
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    eval_every: int = 200
-    seed: int = 0
+    context: int = setting(64, "T, tokens that the model sees at once")
+    dim: int = setting(128, "C, features of a token")
+    layers: int = setting(4, "Transformer blocks")
+    heads: int = setting(4, "H, attention heads; a divisor of dim")
+    dropout: float = setting(0.0, "share of activations set to zero while training")
+    norm: str = setting("pre", "pre or post (the guide's MiniGPT): the norm before or after each sublayer")
+    batch_size: int = setting(12, "B, windows of text a step")
+    steps: int = setting(1200, "updates")
+    lr: float = setting(4e-3, "peak learning rate")
+    warmup: int = setting(100, "steps up to the peak; from there half a cosine down to a tenth of it")
+    weight_decay: float = setting(0.1, "AdamW's, on matrices only")
+    clip: float = setting(1.0, "largest gradient norm")
+    eval_every: int = setting(200, "steps between evaluations, each of which saves")
+    seed: int = setting(0, "of the first weights, the batches and dropout")
 
     def __post_init__(self):
         self._check_types()
