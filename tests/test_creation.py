@@ -8,26 +8,11 @@ from hypothesis.extra import numpy as hnp
 
 import tinygrad_tf as torch
 
-CASES = tensorcases.cases("creation")
-RECORDED = tensorcases.recorded("creation")
-
 
 @pytest.fixture(autouse=True)
 def default_dtype():
     yield
     torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_recorded_from_pytorch(name):
-    tensorcases.assert_same(tensorcases.outcome(torch, CASES[name]), RECORDED[name], CASES[name])
-
-
-@pytest.mark.torch
-def test_as_pytorch_here():
-    pytorch = pytest.importorskip("torch")
-    for case in CASES.values():
-        tensorcases.assert_same(tensorcases.outcome(torch, case), tensorcases.outcome(pytorch, case), case)
 
 
 def test_tensor_copies_and_from_numpy_and_as_tensor_share():

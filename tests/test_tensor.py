@@ -4,28 +4,11 @@ import pickle
 
 import numpy as np
 import pytest
-import tensorcases
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import tinygrad_tf as torch
-
-CASES = tensorcases.cases("tensor")
-RECORDED = tensorcases.recorded("tensor")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_recorded_from_pytorch(name):
-    tensorcases.assert_same(tensorcases.outcome(torch, CASES[name]), RECORDED[name], CASES[name])
-
-
-@pytest.mark.torch
-def test_as_pytorch_here():
-    pytorch = pytest.importorskip("torch")
-    for case in CASES.values():
-        tensorcases.assert_same(tensorcases.outcome(torch, case), tensorcases.outcome(pytorch, case), case)
-
 
 IN_PLACE = sorted(n for n in dir(torch.Tensor)
                   if n.endswith("_") and not n.startswith("_") and n != "requires_grad_" and hasattr(torch.Tensor, n[:-1]))

@@ -1,27 +1,11 @@
 """Choosing elements: every kind of index as PyTorch reads it, in both directions; gather, scatter, sort."""
 import numpy as np
 import pytest
-import tensorcases
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import tinygrad_tf as torch
-
-CASES = tensorcases.cases("index")
-RECORDED = tensorcases.recorded("index")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_recorded_from_pytorch(name):
-    tensorcases.assert_same(tensorcases.outcome(torch, CASES[name]), RECORDED[name], CASES[name])
-
-
-@pytest.mark.torch
-def test_as_pytorch_here():
-    pytorch = pytest.importorskip("torch")
-    for case in CASES.values():
-        tensorcases.assert_same(tensorcases.outcome(torch, case), tensorcases.outcome(pytorch, case), case)
 
 
 def positive_steps(index):

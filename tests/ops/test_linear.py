@@ -9,21 +9,6 @@ from hypothesis.extra import numpy as hnp
 import tinygrad_tf as torch
 from tinygrad_tf.gradcheck import gradcheck
 
-CASES = tensorcases.cases("linear")
-RECORDED = tensorcases.recorded("linear")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_recorded_from_pytorch(name):
-    tensorcases.assert_same(tensorcases.outcome(torch, CASES[name]), RECORDED[name], CASES[name])
-
-
-@pytest.mark.torch
-def test_as_pytorch_here():
-    pytorch = pytest.importorskip("torch")
-    for case in CASES.values():
-        tensorcases.assert_same(tensorcases.outcome(torch, case), tensorcases.outcome(pytorch, case), case)
-
 
 @given(hnp.mutually_broadcastable_shapes(signature=np.matmul.signature, min_side=0, max_side=3, max_dims=3))
 def test_all_shapes_that_numpy_multiplies(shapes):
