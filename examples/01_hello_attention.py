@@ -32,8 +32,8 @@ print("The sentence:", " ".join(SENTENCE))
 embedding = nn.Embedding(SIZES["V_vocab"], C)
 ids = torch.tensor([[0, 1, 2]])
 X = embedding(ids)
-show("E, the table", "V_vocab C", embedding.weight)
-show("X = E[ids]", "B T C", X)
+show("the table", "V_vocab C", embedding.weight)
+show("X = table[ids]", "B T C", X)
 
 # 2. Three views of each token: what it looks for (Q), what it offers (K), what it passes on (V). y = x Wᵀ.
 W_q, W_k, W_v = (torch.randn(Dh, C) / math.sqrt(C) for _ in range(3))

@@ -130,7 +130,7 @@ def draw(path, length):
 
 def draw_waves(figure, axes, length):
     pe = nn.SinusoidalPositionEncoding(64, length).pe[0]
-    image = axes.imshow(pe.numpy(), aspect="auto", cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
+    image = axes.imshow(pe.numpy(), aspect="auto", cmap="viridis", vmin=-1, vmax=1, interpolation="nearest")
     figure.colorbar(image, ax=axes)
     axes.set(title="Sinusoidal: PE[position, feature], C = 64", xlabel="feature: even sin, odd cos; slower to the right", ylabel="position")
 
@@ -148,7 +148,7 @@ def draw_arrows(figure, axes, length):
             if i == 0 or position in (0, shown - 1) and i == 2:                # arrows of slower pairs lie close together
                 axes.text(left + 1.16 * a, 1.16 * b, position, color=color, ha="center", va="center", fontsize=10)
         axes.text(left, -1.5, f"pair {i}\n{10000 ** (-2 * i / Dh):.3g} rad per position", color=color, ha="center", va="top")
-    axes.set(title="RoPE: one pair of features at positions 0 to 5", xlim=(-1.4, 7), ylim=(-2.3, 1.5), aspect="equal")
+    axes.set(title="RoPE: three pairs, each at positions 0 to 5 (paler = later)", xlim=(-1.4, 7), ylim=(-2.3, 1.5), aspect="equal")
     axes.axis("off")
 
 

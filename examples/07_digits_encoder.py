@@ -2,8 +2,8 @@
 
 An image of 8 × 8 grey values is read as a sequence of 8 tokens, its rows: attention lets each row look at all others, up
 and down. 1,437 images to learn from, 360 held out, of which at least 95 % must be read right. About 9 seconds on a laptop;
-`--quick` takes 2. Writes digits.png: the images that the model was least sure of. Needs scikit-learn, which carries the
-images: pip install 'tinygrad_tf[examples]'      (guide 14)
+`--quick` takes 2. Writes digits.png: the images to whose right class the model gave the least probability. Needs
+scikit-learn, which carries the images: pip install 'tinygrad_tf[examples]'      (guide 14)
 """
 import argparse
 import logging
@@ -45,7 +45,7 @@ print(f"{N:,} images to train on, {len(images[test])} held out; each is T = {T} 
 
 # --- the model ----------------------------------------------------------------------------------------------------------
 class Rows(nn.Module):
-    """rows [B, T, 8] → W row + b + E_position [B, T, C]: what the table of ids is for text."""
+    """rows [B, T, 8] → W row + b + position row [B, T, C]: what the table of ids is for text."""
 
     def __init__(self, dim):
         super().__init__()
@@ -92,7 +92,7 @@ found = accuracy(test)
 print(f"test accuracy {found:.3f} after {time.perf_counter() - started:.0f} s")
 assert found >= (0.75 if quick else 0.95), "the encoder must read the held-out digits"
 
-# --- the images that it was least sure of -------------------------------------------------------------------------------
+# --- the images to whose right class it gave the least probability ------------------------------------------------------
 logging.getLogger("matplotlib").setLevel(logging.ERROR)                     # its first run says that it builds a font cache
 from matplotlib.figure import Figure  # noqa: E402
 
@@ -102,10 +102,10 @@ figure = Figure(figsize=(9, 3.8), layout="constrained")
 for axes, i in zip(figure.subplots(2, 6).flat, certainty.argsort()):
     guess, truth = p[i].argmax(), classes[test][i]
     axes.imshow(images[test][i], cmap="gray_r")
-    axes.set_title(f"reads {guess} ({p[i, guess]:.0%})\nis {truth} ({certainty[i]:.0%})", fontsize=9,
+    axes.set_title(f"{'' if guess == truth else '✗ '}reads {guess} ({p[i, guess]:.0%})\nis {truth} ({certainty[i]:.0%})", fontsize=9,
                    color="0.2" if guess == truth else "C3")
     axes.set(xticks=[], yticks=[])
-figure.suptitle(f"The held-out digits that the encoder was least sure of (accuracy {found:.1%})")
+figure.suptitle(f"The held-out digits to whose right class the encoder gave the least probability (accuracy {found:.1%})")
 arguments.out.mkdir(parents=True, exist_ok=True)
 figure.savefig(arguments.out / "digits.png", dpi=130)
 print(f"Written: {arguments.out / 'digits.png'}")

@@ -152,7 +152,7 @@ def exercises():
     layer(x, causal=True).sum().backward()
     largest = {name: p.grad.abs().max().item() for name, p in layer.named_parameters()}
     print("   largest gradient: " + "  ".join(f"{name} {value:.0e}" for name, value in largest.items() if "proj.bias" in name))
-    # b_K adds the same q · b_K to every score of a row, and softmax sees differences only: no loss can depend on it.
+    # b_K adds the same q · b_K to every score of a row (no RoPE here), and softmax sees differences only: no loss can depend on it.
     assert largest.pop("k_proj.bias") < 1e-5 and min(largest.values()) > 1e-3
 
 

@@ -170,3 +170,19 @@ def test_pytorchs_causal_is_aligned_top_left_and_ours_bottom_right():
     q, k, v = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
     assert torch.allclose(F.scaled_dot_product_attention(q, k, v, is_causal=True), v[:, :, :1])
     assert torch.allclose(F.attention(q, k, v, causal=True), F.attention(q, k, v))
+
+
+def test_what_a_query_that_sees_nothing_gets():
+    """F.attention: zeros. nn.MultiHeadAttention: zeros if it is padding, else the bias of out_proj."""
+    blind = torch.tensor([[False, False, False], [False, True, True], [False, True, True]])     # query 0 sees no key
+    q = torch.randn(1, 1, 3, 4)
+    out = F.attention(q, q, q, blind)
+    assert torch.equal(out[0, 0, 0], torch.zeros(4)) and (out[0, 0, 1:] != 0).all()
+    layer, x = nn.MultiHeadAttention(4, 1), torch.randn(1, 3, 4)
+    assert torch.equal(layer(x, allowed=blind)[0, 0], layer.out_proj.bias)
+    assert torch.equal(layer(x, valid_tokens=torch.tensor([[False, True, True]]))[0, 0], torch.zeros(4))
+
+
+def test_outputs_at_padding_are_there_in_the_function():
+    q, real = torch.randn(1, 1, 3, 4), torch.tensor([[True, True, False]])
+    assert (F.attention(q, q, q, masks.padding_mask(real))[0, 0, 2] != 0).all()

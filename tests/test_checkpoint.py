@@ -105,18 +105,22 @@ def pid_of_a_dead_process():
 @posix
 def test_only_half_a_file_of_a_killed_process_is_cleared_away(tmp_path):
     """Our own names with the id of a process that is no more; every other file, folder and link is somebody's."""
-    trainer, dead, folder = runs.trainer(tmp_path, steps=2), pid_of_a_dead_process(), tmp_path / "run"
-    kept = [".notes.tmp", "notes.tmp", ".checkpoint.safetensors.tmp", f".other.txt.{dead}.tmp", f"checkpoint.safetensors.{dead}.tmp",
-            f".checkpoint.safetensors.{dead}.tmp.txt", f".checkpointXsafetensors.{dead}.tmp", f".sample.txt.{os.getppid()}.tmp",
-            f".metrics.csv.{dead}.unfinished", ".loss.png.x.tmp", f".loss.png.-{dead}.tmp"]
-    cleared = [f".{name}.{dead}.tmp" for name in ("checkpoint.safetensors", "metrics.csv", "loss.png")] + [f".sample.txt.{2**70}.tmp"]
+    trainer, dead, folder, tag = runs.trainer(tmp_path, steps=2), pid_of_a_dead_process(), tmp_path / "run", "0123abcd"
+    kept = [".notes.tmp", "notes.tmp", ".checkpoint.safetensors.tmp", f".other.txt.{dead}.{tag}.tmp",
+            f"checkpoint.safetensors.{dead}.{tag}.tmp",
+            f".checkpoint.safetensors.{dead}.{tag}.tmp.txt", f".checkpointXsafetensors.{dead}.{tag}.tmp", f".metrics.csv.{dead}.tmp",
+            f".sample.txt.{os.getppid()}.{tag}.tmp", f".metrics.csv.{dead}.{tag}.unfinished", f".loss.png.x.{tag}.tmp",
+            f".loss.png.-{dead}.{tag}.tmp", f".loss.png.{dead}.{tag[1:]}.tmp"]
+    cleared = [f".{name}.{dead}.{tag}.tmp" for name in ("checkpoint.safetensors", "metrics.csv", "loss.png")]
+    cleared += [f".sample.txt.{2**70}.{tag}.tmp"]
     folder.mkdir()
     for name in kept + cleared:
         (folder / name).write_text("precious")
-    for name in ".x.tmp", f".sample.txt.{dead}.tmp":
+    for name in ".x.tmp", f".sample.txt.{dead}.{tag}.tmp":
         (folder / name).mkdir()
     trainer.run()
-    assert sorted(os.listdir(folder)) == sorted([*kept, ".x.tmp", f".sample.txt.{dead}.tmp", "checkpoint.safetensors", "metrics.csv"])
+    assert sorted(os.listdir(folder)) == sorted([*kept, ".x.tmp", f".sample.txt.{dead}.{tag}.tmp", "checkpoint.safetensors",
+                                                  "metrics.csv"])
     assert all((folder / name).read_text() == "precious" for name in kept)
 
 

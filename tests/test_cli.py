@@ -213,7 +213,7 @@ def test_a_file_in_the_way(folder, refused):
 def test_a_folder_in_the_way_of_the_checkpoint(folder, monkeypatch, capsys):
     (folder / "out" / "metrics.csv").mkdir(parents=True)
     status, _, error = inside(folder, *TRAIN, "--out", "out", monkeypatch=monkeypatch, capsys=capsys)
-    assert status == 2 and error.count("\n") == 1 and "metrics.csv: Is a directory" in error
+    assert status == 2 and error.count("\n") == 1 and "metrics.csv: there is a folder" in error
 
 
 def test_a_damaged_checkpoint(trained, tmp_path, refused):

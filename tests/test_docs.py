@@ -6,6 +6,7 @@ and an empty folder; a block that shows a class of the library must be its sourc
 """
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -200,3 +201,64 @@ def test_every_operation_is_in_the_table():
     """If this fails for an operation of yours: add it to the table."""
     ops = [cls for cls in Function.registry.values() if cls.__module__.startswith("tinygrad_tf.") and cls.backward is not Function.backward]
     assert [cls.__name__ for cls in ops if f"`{cls.__name__}`" not in text(DOCS / "operations.md")] == []
+
+
+# --- docs/names.md: all public names, and no other ----------------------------------------------------------------------
+
+ROOMS = {"torch": "", "Tensor": "Tensor", **{room: room for room in ("nn", "nn.functional", "nn.init", "nn.utils", "optim",
+                                                                    "optim.lr_scheduler")}}
+rooms = pytest.mark.parametrize("room", ROOMS)
+
+
+def listed(room, ours=None):
+    """The names in the table under a heading; of the rows called "ours", or of all others, where that is said."""
+    table = re.search(rf"^### {re.escape(room)}\n+((?:\|.*\n)+)", text(DOCS / "names.md"), re.MULTILINE)[1]
+    rows = re.findall(r"^\| (.+) \| `([^`]+)` \|$", table, re.MULTILINE)
+    return [name for group, names in rows if ours in (None, group.startswith("ours")) for name in names.split()]
+
+
+def public(room):
+    """A list of public names where there is one; else what is defined there or in a file of the package's, without helpers of modules."""
+    thing = MODULES.get(room) or tinygrad_tf.Tensor
+    if not inspect.ismodule(thing):
+        return [name for name in dir(thing) if not name.startswith("_")]
+    if hasattr(thing, "__all__"):
+        return thing.__all__
+    own = room in ("nn.init", "nn.utils", "optim.lr_scheduler")         # files that hold code; the others only gather names
+    names = [name for name, value in vars(thing).items()
+             if not name.startswith("_") and callable(value) and name not in ("absent", "publish")
+             and (not own or value.__module__ == thing.__name__)]
+    return names + ["functional", "init", "masks", "utils"] * (room == "nn")
+
+
+@rooms
+def test_the_page_of_names_is_complete_and_true(room):
+    assert sorted(listed(room)) == sorted(public(room))
+
+
+def test_every_room_of_the_page_of_names_is_looked_at():
+    assert re.findall(r"^### (.+)$", text(DOCS / "names.md"), re.MULTILINE) == list(ROOMS)
+
+
+@rooms
+@pytest.mark.torch
+def test_which_names_are_ours_and_which_are_pytorchs(room):
+    pytorch = pytest.importorskip("torch")
+    there = pytorch.autograd if room == "torch" else None
+    thing = functools.reduce(getattr, filter(None, ROOMS[room].split(".")), pytorch)
+    assert [name for name in listed(room, ours=True) if hasattr(thing, name)] == []
+    assert [name for name in listed(room, ours=False) if not hasattr(thing, name) and not hasattr(there, name)] == []
+
+
+# --- directions -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("page", sorted((DOCS / "derivations").glob("*.md")), ids=lambda page: page.stem)
+def test_pushes_say_that_they_are_steps_of_descent(page):
+    """A positive gradient lowers a score: "pushed up" alone does not say whether gradient or step is meant."""
+    assert re.findall(r"push(?:ed|es)[^.]{0,40}\b(?:up|down)\b", prose(page)) == []
+
+
+@pages
+def test_layers_are_counted_by_the_letter_of_the_index(page):
+    """L layers, and the loss is a word."""
+    assert re.findall(r"\bN (?:layers|blocks)\b|\bL = −|δL\b|∂L\b|e\^L\b", text(page)) == []

@@ -75,3 +75,9 @@ def test_fits_says_what_an_integer_type_holds(dtype, number):
     assert dtypes.fits(float("nan"), dtype.numpy) is False and dtypes.fits(info.max, dtype.numpy) and dtypes.fits(info.min, dtype.numpy)
     low = -info.max if info.min == 0 and -2**63 <= number < 2**63 else info.min
     assert dtypes.fits(number, dtype.numpy) == (low <= number <= info.max)
+
+
+@given(st.sampled_from([d for d in dtypes.DTYPES if d.is_floating_point]), st.floats() | st.integers(-10**320, 10**320))
+def test_fits_says_what_a_float_type_holds(dtype, number):
+    largest = float(np.finfo(dtype.numpy).max)
+    assert dtypes.fits(number, dtype.numpy) == (not largest < abs(number) != np.inf)

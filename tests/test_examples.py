@@ -15,7 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 HAS_DIGITS = importlib.util.find_spec("sklearn") is not None
 
 LINES = {
-    "01_hello_attention": ["The sentence: I love AI", "X = E[ids]   [B, T, C] = [1, 3, 4]",
+    "01_hello_attention": ["The sentence: I love AI", "X = table[ids]   [B, T, C] = [1, 3, 4]",
                            "weights = softmax(masked)   [B, T, T] = [1, 3, 3]",
                            "By hand = scaled_dot_product_attention = MultiHeadAttention"],
     "02_softmax_by_hand": ["e^… = [1.000, 0.368, 0.135]", "Σ = 1.503", "p = [0.665, 0.245, 0.090]", "softmax: right",

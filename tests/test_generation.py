@@ -239,7 +239,7 @@ def test_rows_from_which_nothing_can_be_drawn(row, temperature):
 def test_logits_of_another_shape_are_refused(shape, temperature):
     with pytest.raises(ValueError, match=r"sample: logits must have shape \[B, V_vocab\]"):
         sample(torch.zeros(shape), temperature)
-    with pytest.raises(TypeError, match="sample: logits must be a Tensor, got ndarray"):
+    with pytest.raises(TypeError, match="sample: logits must be a Tensor, got numpy.ndarray"):
         sample(np.zeros(shape), temperature)
 
 
@@ -336,3 +336,24 @@ def test_gradients_through_a_cache_are_refused():
 def test_a_cache_of_no_size_is_refused(sizes):
     with pytest.raises(ValueError, match="KVCache"):
         KVCache(*sizes)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2.5), (1.0, 2), ("1", 2), (1, None), (True, 2)])
+def test_sizes_of_a_cache_are_whole_numbers(sizes):
+    with pytest.raises(TypeError, match="KVCache: .* must be an integer"):
+        KVCache(*sizes)
+
+
+@pytest.mark.parametrize("cache", [KVCache(2, T_MAX).layer(0), [], [None, None], (), True, KVCache], ids=lambda cache: type(cache).__name__)
+def test_what_is_no_cache_of_all_layers_is_refused(cache):
+    with no_grad(), pytest.raises((TypeError, ValueError), match="KVCache"):
+        model()(ids(1, 2), cache=cache)
+
+
+@both_norms
+def test_no_new_tokens_after_cached_ones(norm_first):
+    gpt, cache = model(norm_first), KVCache(2, T_MAX)
+    with no_grad():
+        gpt(ids(2, 3), valid_tokens=torch.ones(2, 3).bool(), cache=cache)
+        assert gpt(ids(2, 0), valid_tokens=torch.ones(2, 3).bool(), cache=cache)[0].shape == (2, 0, V_VOCAB)
+    assert cache.length == 3

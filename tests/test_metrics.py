@@ -1,6 +1,6 @@
 """metrics.csv and loss.png."""
 import csv
-import math
+import re
 
 import numpy as np
 import pytest
@@ -78,8 +78,24 @@ def test_drawing_needs_no_display_and_leaves_pyplot_alone(tmp_path, monkeypatch)
 
 def test_moving_mean():
     values = np.random.default_rng(0).normal(size=23)
-    for around in 0, 1, 5, 40:
-        expected = [values[max(i - around, 0):i + around + 1].mean() for i in range(23)]
+    for around in 0, 1, 5, 11:
+        expected = [values[i - around:i + around + 1].mean() for i in range(around, 23 - around)]
         np.testing.assert_allclose(moving_mean(values, around), expected, rtol=1e-12, atol=1e-14)
-    assert moving_mean(np.array([]), 3).shape == (0,)
-    assert not math.isnan(moving_mean(np.array([2.0]), 3)[0])
+    for size in 0, 1, 6:
+        assert moving_mean(np.ones(size), 3).shape == (0,)
+    assert moving_mean(np.ones(7), 3).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 40, 250])
+def test_the_drawn_mean_lies_on_a_straight_line_from_end_to_end(tmp_path, steps):
+    """A window that leans to one side would begin below a falling line and end above it."""
+    from matplotlib.figure import Figure
+    metrics = Metrics(tmp_path)
+    for step in range(1, steps + 1):
+        metrics.add(step=step, train_loss=5 - 0.01 * step)
+    axes = Figure().subplots()
+    metrics._draw_losses(axes)
+    mean = axes.lines[1]
+    around = (int(re.search(r"mean of (\d+)", mean.get_label())[1]) - 1) // 2
+    assert mean.get_xdata().tolist() == list(range(1 + around, steps + 1 - around))
+    np.testing.assert_allclose(mean.get_ydata(), 5 - 0.01 * mean.get_xdata(), rtol=1e-12)

@@ -259,7 +259,7 @@ def test_ids_of_another_rank_are_refused(shape):
 @pytest.mark.parametrize("argument", ["token_ids", "targets", "valid_tokens", "position_ids"])
 @pytest.mark.parametrize("kind", [torch.Tensor.tolist, torch.Tensor.numpy, lambda _: 3, str], ids=["list", "array", "int", "str"])
 def test_what_is_no_tensor_is_refused_by_name(argument, kind):
-    with pytest.raises(TypeError, match=f"MiniGPT: {argument} must be a Tensor, got .*; convert it with"):
+    with pytest.raises(TypeError, match=f"MiniGPT: {argument} must be a Tensor, got .*; make one with"):
         model()(**{"token_ids": ids(1, 2), argument: kind(ids(1, 2))})
 
 

@@ -238,6 +238,19 @@ def test_greedy_decoding_takes_the_likeliest_and_stops_at_the_end():
             greedy_decode(model, source, 1, 2, wrong)
 
 
+@pytest.mark.parametrize("name", ["bos_id", "eos_id"])
+def test_greedy_decoding_takes_ids_of_the_target_vocabulary(name):
+    model = translator()
+    options = {"bos_id": 1, "eos_id": 2, "max_new_tokens": 3}
+    greedy_decode(model, ids(1, 4), **{**options, name: V + 2})
+    for wrong in -1, V + 3, 99:
+        with pytest.raises(ValueError, match=f"{name} must be one of the {V + 3} ids .* got {wrong}"):
+            greedy_decode(model, ids(1, 4), **{**options, name: wrong})
+    for wrong in 1.5, 1.0, True, None, "1", torch.tensor(1):
+        with pytest.raises(TypeError, match=f"{name} must be an integer"):
+            greedy_decode(model, ids(1, 4), **{**options, name: wrong})
+
+
 def test_keys_and_values_of_a_source_are_projected_once():
     model, source, target = large(translator()), ids(1, 6), ids(1, 5)
     with torch.no_grad():
@@ -326,6 +339,13 @@ def test_tokens_of_another_kind():
 
 # --- what is refused ----------------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("make", [encoder, classifier, decoder, minigpt])
+def test_ids_are_needed(make):
+    for no_ids in None, [[1, 2]]:
+        with pytest.raises(TypeError, match="(tokens|token_ids) must be a Tensor"):
+            make()(no_ids)
+
+
 def test_what_the_encoder_refuses():
     model = encoder()
     for wrong in ids(3), torch.tensor(1), ids(2, 3, 2):
@@ -366,6 +386,13 @@ def test_what_the_encoder_decoder_refuses():
         model(source, ids(3, 4))
     with pytest.raises(ValueError, match="what encode"):
         model.decode(target, source)
+    for layers in L - 1, L + 1, 0:
+        other = EncoderDecoder(V, V + 3, T_MAX, T_MAX - 2, C, H, CFF, layers)
+        with pytest.raises(ValueError, match=f"for {layers} layers, the decoder has {L}"):
+            model.decode(target, other.encode(source))
+    for cache in KVCache(L, T_MAX).layer(0), [], [None] * L:
+        with torch.no_grad(), pytest.raises(TypeError, match="must be a generation.KVCache"):
+            model.decode(target, model.encode(source), cache=cache)
     with pytest.raises(ValueError, match="targets"):
         model(source, target, ids(2, 3))
     with pytest.raises(ValueError, match="valid_tokens"):

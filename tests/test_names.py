@@ -89,7 +89,7 @@ def public_functions():
     """(name, function, names of its arguments that are tensors)"""
     for prefix, module in (("", torch), ("F.", F)):
         for name, function in sorted(vars(module).items()):
-            if inspect.isfunction(function) and name not in ("publish", "public"):
+            if inspect.isfunction(function) and name not in ("absent", "publish", "public"):
                 tensors = [p for p in inspect.signature(function).parameters if p in arguments.TENSORS and
                            (function.__name__, p) not in arguments.NO_TENSORS]
                 if tensors:
@@ -131,6 +131,41 @@ def test_what_is_no_tensor_is_refused_by_name_place_and_type(name):
     assert tried
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("number", [7, 2.5, True])
+def test_a_number_in_a_tensors_place_is_welcome_or_refused_by_name(name, number):
+    function, tensors = FUNCTIONS[name]
+    parameters = inspect.signature(function).parameters
+    sound = call_of(name, parameters)
+    for place, (parameter, value) in enumerate(zip(parameters, sound)):
+        if parameter in tensors and isinstance(value, torch.Tensor):
+            try:
+                function(*sound[:place], number, *sound[place + 1:])
+            except TypeError as error:
+                assert parameter in str(error) or "tensor" in str(error), str(error)
+            except RuntimeError as error:       # bitwise_and(i, 2.5): welcome, but not of this kind
+                assert parameter in arguments.NUMBERS_TOO | {"input"}, str(error)
+
+
+@pytest.mark.parametrize("method", ["expand_as", "view_as", "reshape_as", "type_as", "equal", "mm", "matmul", "copy_"])
+@pytest.mark.parametrize("wrong", [7, 2.5, None, "text", [1.0]])
+def test_methods_of_two_tensors_say_so(method, wrong):
+    with pytest.raises(TypeError, match="[Tt]ensor"):
+        getattr(torch.ones(2, 2), method)(wrong)
+
+
+@pytest.mark.parametrize("name", [name for name, (function, _) in FUNCTIONS.items() if "dim" in inspect.signature(function).parameters])
+def test_dim_and_axis_together_are_one_too_many(name):
+    function, _ = FUNCTIONS[name]
+    parameters = inspect.signature(function).parameters
+    sound = dict(zip(parameters, call_of(name, parameters)))
+    with pytest.raises(TypeError, match="give one of them"):
+        function(**{**sound, "dim": 0, "axis": 1})
+    if "keepdim" in parameters:
+        with pytest.raises(TypeError, match="give one of them"):
+            function(**{**sound, "dim": 0, "keepdim": True, "keepdims": False})
+
+
 @pytest.mark.parametrize("error", [AttributeError, TypeError, ValueError, KeyError])
 def test_an_error_of_a_sound_call_is_not_explained_away(error):
     def op(input, dim):
@@ -161,6 +196,28 @@ def test_no_gpu_is_said_without_an_error():
 def test_inference_mode_is_no_grad():
     with torch.inference_mode():
         assert not torch.is_grad_enabled()
+    with torch.no_grad(), torch.inference_mode(mode=False):
+        assert torch.is_grad_enabled()
+    assert torch.inference_mode()(torch.is_grad_enabled)() is False and torch.inference_mode(torch.is_grad_enabled)() is False
+
+
+def test_options_that_choose_among_implementations_of_pytorch_are_accepted():
+    p = torch.nn.Parameter(torch.ones(2))
+    for make in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        assert "fused" not in make([p], lr=0.1, fused=False, foreach=True).param_groups[0]
+
+
+def test_gradients_of_gradients_are_refused_by_name():
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.ones(1, requires_grad=True).backward(create_graph=True)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.ReLU, torch.nn.SiLU, torch.nn.LeakyReLU])
+def test_activations_in_place(layer):
+    x = torch.tensor([-1.0, 2.0])
+    expected = layer()(x).tolist()
+    assert x.tolist() == [-1, 2] and "inplace" not in repr(layer())
+    assert layer(inplace=True)(x) is x and x.tolist() == expected and "inplace=True" in repr(layer(inplace=True))
 
 
 def test_a_missing_name_says_where_the_list_is():
@@ -168,3 +225,7 @@ def test_a_missing_name_says_where_the_list_is():
         getattr(torch, "vm" + "ap")
     with pytest.raises(AttributeError, match="'Conv2d'.*docs/names.md"):
         getattr(torch.nn, "Conv" + "2d")
+    with pytest.raises(AttributeError, match="'kl_div'.*docs/names.md"):
+        getattr(F, "kl_" + "div")
+    with pytest.raises(AttributeError, match="'RMSprop'.*docs/names.md"):
+        getattr(torch.optim, "RMS" + "prop")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from record_random import DATA, PROGRAMS, SEEDS, brief, call, torch_draw, weights
 
+import tinygrad_tf as torch
 from tinygrad_tf import random
 from tinygrad_tf.random import Generator
 
@@ -428,3 +429,15 @@ def test_bad_arguments_raise_and_take_no_words(name, arguments, error, words):
     with pytest.raises(error, match=words):
         draw(generator, name, arguments)
     np.testing.assert_array_equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("draw", [lambda g: torch.rand(2, generator=g), lambda g: torch.randn(2, generator=g),
+                                  lambda g: torch.randint(5, (2,), generator=g), lambda g: torch.randperm(3, generator=g),
+                                  lambda g: torch.ones(2).uniform_(generator=g), lambda g: torch.ones(2).multinomial(1, generator=g),
+                                  lambda g: torch.bernoulli(torch.ones(2), generator=g),
+                                  lambda g: torch.normal(0.0, 1.0, (2,), generator=g)])
+def test_a_generator_is_a_generator(draw):
+    draw(None), draw(torch.Generator())
+    for wrong in (5, "cpu", np.random.default_rng(0), torch.Generator):
+        with pytest.raises(TypeError, match="expected a Generator or None"):
+            draw(wrong)

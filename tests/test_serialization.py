@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import threading
 import zipfile
 from collections import OrderedDict, namedtuple
 
@@ -58,6 +59,7 @@ PLAIN = [None, True, False, 0, -1, 2**70, 1 / 3, -0.0, 5e-324, math.inf, -math.i
 OBJECTS = [*TENSORS, *PLAIN, [], (), {}, TENSORS, tuple(PLAIN), torch.Size([2, 3]), [[[]], ({},)],
            {"": torch.ones(1), "a.b": torch.ones(2)}, {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1), "__metadata__": torch.ones(3)},
            {"__metadata__": 1, "dict": {"list": [1]}}, {0: 1, "0": 2, None: 3, True: 4, 0.5: 5, "None": torch.ones(1)},
+           {"\udc00": torch.ones(1), "?": torch.zeros(1)},
            {"tensor": "a", "requires_grad": True}, nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False),
            torch.ones(2, requires_grad=True)]
 
@@ -243,6 +245,72 @@ def test_a_failure_while_writing_leaves_the_old_file(tmp_path, monkeypatch, wher
     assert torch.load(path) == 1 and os.listdir(tmp_path) == ["f"]
 
 
+def test_threads_that_write_one_file_never_spoil_it(tmp_path):
+    path, failures, sizes = tmp_path / "f", [], (10, 50_000)
+    torch.save(torch.ones(10), path)
+
+    def work(size):
+        try:
+            for _ in range(30):
+                torch.save(torch.ones(size), path)
+                assert torch.load(path).numel() in sizes
+        except Exception as error:
+            failures.append(error)
+    threads = [threading.Thread(target=work, args=(size,)) for size in sizes * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and os.listdir(tmp_path) == ["f"]
+
+
+def test_a_file_that_happens_to_have_the_temporary_name_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(serialization.secrets, "token_hex", lambda n: "00" * n)
+    theirs = tmp_path / f".f.{os.getpid()}.00000000.tmp"
+    theirs.write_text("precious")
+    with pytest.raises(FileExistsError):
+        torch.save(1, tmp_path / "f")
+    assert theirs.read_text() == "precious" and os.listdir(tmp_path) == [theirs.name]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and permissions of POSIX")
+def test_a_link_and_permissions_survive(tmp_path):
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to("real")
+    torch.save(1, link)                         # a link to what is not there yet
+    old = os.umask(0o027)
+    try:
+        torch.save(1, tmp_path / "new")
+        for mode in (0o600, 0o666):
+            real.chmod(mode)
+            torch.save(mode, link)
+            assert link.is_symlink() and torch.load(real) == mode and real.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(old)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["link", "new", "real"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    for path in ("", ".", tmp_path / "folder", *([os.devnull] if os.name == "posix" else [])):
+        with pytest.raises(FileExistsError, match="no file that could be replaced"):
+            torch.save(1, path)
+    assert os.listdir(tmp_path) == ["folder"] and os.listdir(tmp_path / "folder") == []
+
+
+@pytest.mark.parametrize("wrap", [lambda a: [a, a], lambda a: (a, a), lambda a: {"x": a, "y": a}])
+def test_containers_that_double_at_each_level_are_refused_at_once(wrap):
+    a = [1]
+    for _ in range(60):
+        a = wrap(a)
+    with pytest.raises(ValueError, match="again and again"):
+        torch.save(a, io.BytesIO())
+    row = list(range(100))
+    assert through_memory([row] * 50) == [row] * 50 and len(through_memory([[] for _ in range(1000)])) == 1000
+
+
 # --- what is not loaded -----------------------------------------------------------------------------------------------
 
 def refused(data, *words):
@@ -356,6 +424,26 @@ def test_files_that_are_not_there_or_not_ours(tmp_path):
         torch.save(1, 5)
     with pytest.raises(ValueError, match="other"):
         torch.load(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("header", [b"", b"\x02" + b"\0" * 7 + b"{}", b"\xff" * 8, b"PK\x03\x04", b"\x80\x04",
+                                    (10).to_bytes(8, "little") + b"[5]       "])
+def test_a_file_larger_than_any_memory_is_refused_unread(tmp_path, header):
+    with open(tmp_path / "sparse", "wb") as file:
+        file.write(header)
+        file.truncate(2**42)
+    with pytest.raises(ValueError, match="zip file|pickle|no safetensors file"):
+        torch.load(tmp_path / "sparse")
+
+
+def test_a_file_without_room_for_it_is_named():
+    class Large(io.BytesIO):
+        name = "weights"
+
+        def read(self, size=-1):
+            raise MemoryError
+    with pytest.raises(MemoryError, match="weights is larger"):
+        torch.load(Large())
 
 
 def test_an_open_file_is_read_from_where_it_stands(tmp_path):

@@ -1,5 +1,6 @@
 """`Tensor`: its attributes, conversions and in-place methods as PyTorch's."""
 import copy
+import operator
 import pickle
 
 import numpy as np
@@ -124,3 +125,20 @@ def test_errors_say_what_came_and_what_would_do(expression, error, words):
     with pytest.raises(error) as caught:
         eval(expression, {"x": torch.ones(2, 3), "torch": torch})
     assert not [w for w in words if w not in str(caught.value)], str(caught.value)
+
+
+OPERATORS = [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.matmul,
+             operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_, operator.xor]
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_an_operator_between_a_tensor_and_an_array_says_what_to_do(op):
+    for a, b in [(torch.ones(2), np.ones(2)), (np.ones(2), torch.ones(2))]:
+        with pytest.raises(TypeError, match="from_numpy"):
+            op(a, b)
+
+
+@pytest.mark.parametrize("function", [np.sum, np.mean, np.prod, np.argmax])
+def test_functions_of_numpy_that_call_the_method(function):
+    x = torch.arange(6.0).reshape(2, 3)
+    assert function(x, axis=1).tolist() == function(x.numpy(), axis=1).tolist()

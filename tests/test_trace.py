@@ -568,3 +568,12 @@ def test_kv_cache_bytes():
     for wrong in (-1, 1.5, "2"):
         with pytest.raises(ValueError, match="kv_cache_bytes: T must be an integer"):
             kv_cache_bytes(1, 1, wrong, 1, 1)
+
+
+def test_arguments_that_contain_themselves_are_read_once():
+    x = torch.ones(2)
+    around, named = [x], {"x": x}
+    around.append(around)
+    named["again"] = (named, x)
+    for nest in (around, named):
+        assert [row.shape for row in trace(lambda nest: x * 2, nest).rows][-1] == (2,)

@@ -30,8 +30,8 @@ from types import ModuleType as _ModuleType
 
 from . import backend, dtypes, random
 from ._version import __version__
-from .arguments import publish
-from .autograd import Function, enable_grad, is_grad_enabled, no_grad, set_grad_enabled
+from .arguments import absent, publish
+from .autograd import Function, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled
 from .backend import device, get_default_device, set_default_device
 from .dtypes import (dtype, float16, float32, float64, get_default_dtype, int8, int16, int32, int64, set_default_dtype, uint8)
 from .random import Generator, default_generator, initial_seed, manual_seed, seed
@@ -63,13 +63,9 @@ concat, concatenate, absolute, negative, multiply, subtract, divide = cat, cat, 
 greater_equal, greater, less_equal, less, not_equal, true_divide = ge, gt, le, lt, ne, div
 swapaxes, swapdims, moveaxis = transpose, transpose, movedim
 newaxis = None
-inference_mode = no_grad
 
 publish(globals())
-__all__ = [name for name, thing in globals().items() if not name.startswith("_") and thing is not publish
+__all__ = [name for name, thing in globals().items() if not name.startswith("_") and thing not in (absent, publish)
            and (thing in (cuda, nn, optim) or not isinstance(thing, _ModuleType))]
 
-
-def __getattr__(name):
-    raise AttributeError(f"module 'tinygrad_tf' has no attribute {name!r}; what is here is listed by help(tinygrad_tf) and in "
-                         f"docs/names.md")
+__getattr__ = absent(__name__)

@@ -32,9 +32,11 @@ def public(op, method=False):
         try:
             return run(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, TypeError) and (args, kwargs) != (known := _in_our_words(args, kwargs, parameters)):
-                return call(*known[0], **known[1])
-            complaint = _complaint(op.__name__.rstrip("_"), parameters, args, kwargs, method)
+            if isinstance(error, TypeError):
+                ours = _in_our_words(args, kwargs, parameters)
+                if ours != (args, kwargs):      # the same objects under other names: no tensor is compared with another
+                    return call(*ours[0], **ours[1])
+            complaint = _complaint(op.__name__.rstrip("_"), parameters, args, kwargs, method, getattr(error, "obj", None))
             if complaint:
                 raise TypeError(complaint) from error
             raise
@@ -65,8 +67,13 @@ def _without_arrays(op):
 
 
 def _in_our_words(args, kwargs, parameters):
-    """The call with `axis` as `dim`, and with a name behind a star, as in permute(x, dims=(1, 0)), in its place."""
-    words = {_our_word(name, parameters): value for name, value in kwargs.items()}
+    """The call with `axis` as `dim`, and with a name behind a star, as in permute(x, dims=(1, 0)), in its place. `out=None` is
+    left out: np.sum(x) passes it.
+    """
+    words = {_our_word(name, parameters): value for name, value in kwargs.items() if name != "out" or value is not None}
+    for theirs, ours in NUMPY_NAMES.items():
+        if theirs in kwargs and ours in kwargs:
+            raise TypeError(f"{theirs!r} is NumPy's name of {ours!r}: give one of them")
     names = list(parameters)
     star = next((name for name in names if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL), None)
     if star in words:
@@ -80,26 +87,50 @@ def _our_word(name, parameters):
     return known if known in parameters and name not in parameters else name
 
 
-def _complaint(op, parameters, args, kwargs, method):
-    """What is wrong with the first argument that should be a tensor and is none; None where all are what they should be."""
+def _complaint(op, parameters, args, kwargs, method, misused):
+    """What is wrong with the first argument that should be a tensor and is none; None where all are what they should be.
+
+    misused: the object that lacked an attribute, where that was the error.
+    """
     given = [(name, x, i - method + 1) for i, (name, x) in enumerate(zip(parameters, args))]
     given += [(name, x, None) for name, x in kwargs.items()]
     for name, x, position in given:
-        if name in TENSORS and (op, name) not in NO_TENSORS and not _may_stand_for_a_tensor(x, name, parameters):
+        if name in TENSORS and (op, name) not in NO_TENSORS and not _may_stand_for_a_tensor(x, name, parameters, misused):
             place = f" (position {position})" if position else ""
-            return f"{op}(): argument {name!r}{place} must be Tensor, not {_type_name(x)}; make one with tinygrad_tf.tensor(...)"
+            return f"{op}(): argument {name!r}{place} must be Tensor, not {type_name(x)}; make one with tinygrad_tf.tensor(...)"
     return None
 
 
-def _may_stand_for_a_tensor(x, name, parameters):
-    """None where it is the default; a number as one of two operands, `add(2, x)`."""
+def _may_stand_for_a_tensor(x, name, parameters, misused):
+    """None where it is the default; a number as one of two operands, `add(2, x)`, unless the operation took it for a tensor."""
     if x is None:
         return parameters[name].default is None
     if isinstance(x, numbers.Number):
-        return name != "input" or "other" in parameters or "exponent" in parameters
+        return x is not misused and (name != "input" or "other" in parameters or "exponent" in parameters)
     return isinstance(x, autograd.Tensor)
 
 
-def _type_name(x):
+def require_tensors(op, **arguments):
+    """TypeError for what is no tensor, where a layer or a function takes x under a name that `public` does not know."""
+    for name, x in arguments.items():
+        if not isinstance(x, autograd.Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type_name(x)}; make one with tinygrad_tf.tensor(...)")
+
+
+def optional_tensors(op, **arguments):
+    """The same where None is allowed."""
+    require_tensors(op, **{name: x for name, x in arguments.items() if x is not None})
+
+
+def type_name(x):
+    """`list`, `numpy.ndarray`: the type of x with its module, for errors."""
     cls = type(x)
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def absent(module):
+    """A module's `__getattr__`: a name of PyTorch that is not here says where the list of names is."""
+    def missing(name):
+        """Raises for a name that the module does not have."""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}; docs/names.md lists what is here, and what is not")
+    return missing

@@ -138,6 +138,11 @@ def observing(observe, alone=False):
         _mode.observers = before
 
 
+def inference_mode(mode=True):
+    """PyTorch's name for no_grad, here the same; mode=False records."""
+    return no_grad() if mode is True else enable_grad() if mode is False else no_grad(mode)
+
+
 # --- one operation = one node -------------------------------------------------------------------------------------
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -234,11 +239,16 @@ def _check_inputs(op, args, tensors):
             t.check_history()
 
 
-class Version:
-    """Counts in-place writes to one piece of memory; shared by every tensor that views it.
+# --- in-place writes: who notices --------------------------------------------------------------------------------
+#
+# One `Version` belongs to one piece of memory, and all tensors that view it share it. Two things can go stale by a write:
+#   what a node saved     its `guards` remember (version, version.writes) at forward; backward compares the numbers
+#   a tensor's history    after a *recorded* write its memory holds the result of another node than its own:
+#                         `tensor.seen` remembers version.recorded, and whoever uses the tensor compares (check_history)
 
-    `writes` counts all of them, `recorded` those that became part of a graph: what other tensors of this memory know of
-    their own history is no longer true after such a write.
+class Version:
+    """Counts in-place writes to one piece of memory: `writes` all of them, `recorded` those that became part of a graph.
+
     `leaves` refers weakly to the leaves that require a gradient and lie here.
     """
     __slots__ = ("writes", "recorded", "leaves", "__weakref__")
@@ -256,7 +266,7 @@ class Version:
 
 
 def _version_of(out, tensors):
-    """The counter of the memory of `out`: that of the input it is a view of, else a new one."""
+    """The `Version` of the memory of `out`: that of the input it is a view of, else a new one."""
     if out.base is not None or any(out is t.array for t in tensors):
         mine = owner(out)
         for t in tensors:
@@ -266,17 +276,16 @@ def _version_of(out, tensors):
 
 
 def _guards(saved, tensors, out, version):
-    """(counter, value now) for each saved array that lies in the memory of an input or of the output."""
+    """(version, its writes so far) for each saved array that lies in the memory of an input or of the output.
+
+    Nobody else can reach the other saved arrays, which forward made for itself.
+    """
     if saved is None:
         return ()
-    known = {id(owner(t.array)): t.version for t in tensors}
-    known[id(owner(out))] = version
-    guards = []
-    for array in saved if isinstance(saved, tuple) else (saved,):
-        counter = known.get(id(owner(array))) if hasattr(array, "base") else None
-        if counter is not None:
-            guards.append((counter, counter.writes))
-    return guards
+    versions = {id(owner(t.array)): t.version for t in tensors}
+    versions[id(owner(out))] = version
+    found = [versions.get(id(owner(a))) for a in (saved if isinstance(saved, tuple) else (saved,)) if hasattr(a, "base")]
+    return [(v, v.writes) for v in found if v is not None]
 
 
 def constant(array):
@@ -300,33 +309,27 @@ def backward(root, gradient=None, retain_graph=False):
     """
     dy = _root_gradient(root, gradient)
     if root.node is None:
-        return _accumulate(root, dy, owned=False)
+        return _accumulate(root, dy, mine=False)
     root.check_history()
-    hooked = {}                                             # leaves with hooks: these want to see the whole gradient
-    waiting = {root.node.id: [root.node, dy, False]}        # id → node, its gradient so far, may we write into that?
+    waiting = {root.node.id: [root.node, dy, False]}        # id → node, its gradient so far, is that memory ours to write into?
+    hooked = {}                                             # the same for leaves with hooks: these see the whole gradient, once
     heap = [-root.node.id]
     while heap:
         node, dy, _ = waiting.pop(-heapq.heappop(heap))
         if node.hooks or node.retained:
             dy = _show(node, dy)
         gradients = node_backward(node, dy)
-        saved = node.saved
         for source, g in zip(node.inputs, gradients):
-            if source is None or g is None:
+            if g is None:
                 continue
             if isinstance(source, Tensor):
-                if not source.requires_grad:                # frozen since the forward pass
-                    continue
-                if source.hooks:
-                    _wait(hooked, id(source), source, g)
-                else:
-                    _accumulate(source, g, owned=_is_fresh(g, dy, gradients, saved))
+                _reach_leaf(source, g, hooked, mine=_is_fresh(g, dy, gradients, node.saved))
             elif _wait(waiting, source.id, source, g):
                 heapq.heappush(heap, -source.id)
-        if not retain_graph and saved is not None:
+        if not retain_graph and node.saved is not None:
             node.saved = _RELEASED
     for leaf, g, _ in hooked.values():
-        _accumulate(leaf, g, owned=False)
+        _accumulate(leaf, g, mine=False)
 
 
 def _root_gradient(root, gradient):
@@ -354,10 +357,10 @@ def node_backward(node, dy):
     if node.saved is _RELEASED:
         raise RuntimeError(f"backward through {_where(node)} a second time: what it saved was freed by the first call; "
                            f"run the forward pass again, or call the first backward with retain_graph=True")
-    for counter, value in node.guards:
-        if counter.writes != value:
+    for version, writes in node.guards:
+        if version.writes != writes:
             raise RuntimeError(f"backward through {_where(node)}: an array that it needs was modified by an inplace operation "
-                               f"after the forward pass ({counter.writes - value} write(s)); write to a .clone() instead")
+                               f"after the forward pass ({version.writes - writes} write(s)); write to a .clone() instead")
     try:
         gradients = node.backward(dy)
     except Exception as error:
@@ -402,19 +405,29 @@ def _wait(waiting, key, source, g):
     if entry is None:
         waiting[key] = [source, g, False]
         return True
-    if entry[2]:
+    if entry[2]:                                # a sum that was made below
         entry[1] += g
     else:
         entry[1], entry[2] = array_module(g).asarray(entry[1] + g), True
     return False
 
 
-def _accumulate(leaf, g, owned):
-    """Adds to `leaf.grad`. The first gradient is stored, without a copy when nobody else holds it."""
+def _reach_leaf(leaf, g, hooked, mine):
+    """A gradient has come to a leaf: into its `.grad`, or among those that wait for hooks; nowhere if it was frozen since forward."""
+    if not leaf.requires_grad:
+        return
     if leaf.hooks:
-        g, owned = _after_hooks(leaf.hooks, g), False
+        _wait(hooked, id(leaf), leaf, g)
+    else:
+        _accumulate(leaf, g, mine)
+
+
+def _accumulate(leaf, g, mine):
+    """Adds to `leaf.grad`. The first gradient is stored: itself if it is `mine` (nobody else holds its memory), else a copy."""
+    if leaf.hooks:
+        g, mine = _after_hooks(leaf.hooks, g), False
     if leaf.grad is None:
-        leaf.grad = constant(g if owned else g.copy())
+        leaf.grad = constant(g if mine else g.copy())
     elif not is_writable(leaf.grad.array):                  # one that was assigned, made by expand
         leaf.grad = constant(leaf.grad.array + g)
     else:
@@ -441,7 +454,7 @@ def _show(node, dy):
     dy = _after_hooks(node.hooks or (), dy)
     tensor = node.retained() if node.retained else None
     if tensor is not None:
-        _accumulate(tensor, dy, owned=False)
+        _accumulate(tensor, dy, mine=False)
     return dy
 
 

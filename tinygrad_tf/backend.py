@@ -137,9 +137,10 @@ def at_least_float32(x):
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
 
 
-def as_rows(x):
-    """[..., C] → [n, C], also where there is no element, of which −1 could not tell n."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def as_rows(x, axes=1):
+    """[..., C] → [n, C]: the last `axes` axes make one row. Also where there is no element, of which −1 could not tell n."""
+    before = x.ndim - axes
+    return x.reshape(math.prod(x.shape[:before]), math.prod(x.shape[before:]))
 
 
 def sum_rows(x):
@@ -160,6 +161,13 @@ def sum_to(x, shape):
         return sum_rows(x)
     stretched = tuple(range(extra)) + tuple(i + extra for i, n in enumerate(shape) if n == 1 and x.shape[i + extra] != 1)
     return x.sum(axis=stretched, keepdims=True).reshape(shape)
+
+
+def first_outside(ids, size):
+    """The first of the ids that is not in [0, size); None where all are. For errors: an id never wraps, as NumPy's would."""
+    if not ids.size or 0 <= ids.min() and ids.max() < size:
+        return None
+    return int(ids[(ids < 0) | (ids >= size)].reshape(-1)[0])
 
 
 def scatter_add(destination, index, values):

@@ -12,6 +12,7 @@ from .dtypes import numpy_dtype
 from .ops.arithmetic import broadcast
 from .ops.index import sort_pair, topk_pair
 from .ops.shape import as_shape
+from .random import chosen
 from .size import namedtuple_of
 from .tensor import Tensor
 
@@ -24,7 +25,7 @@ def as_array(data, dtype=None):
     if array.dtype.newbyteorder("=") not in dtypes._OURS:
         raise TypeError(f"tensor: values of type {array.dtype} are not supported; convert them first, e.g. array.astype('int64')")
     wanted = numpy_dtype(dtype) or array.dtype
-    if from_python and not dtypes.fits(array, wanted):
+    if from_python and wanted.kind != "f" and not dtypes.fits(array, wanted):
         raise RuntimeError(f"tensor: values from {array.min()} to {array.max()} cannot be converted to {dtypes.as_dtype(wanted)} "
                            f"without overflow")
     if from_python and dtype is None and array.dtype == np.float64 and np.float64 not in (v.dtype for v in _numpy_leaves(data)):
@@ -176,18 +177,14 @@ def eye(n, m=None, *, dtype=None, device=None, requires_grad=False):
 
 # --- random: drawn on the host from PyTorch's streams -----------------------------------------------------------------
 
-def _generator(generator):
-    return random.default_generator if generator is None else generator
-
-
 def rand(*sizes, size=None, generator=None, dtype=None, device=None, requires_grad=False):
     """Uniform on [0, 1)."""
-    return _finish(_generator(generator).rand(_sizes("rand", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
+    return _finish(chosen(generator).rand(_sizes("rand", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
 def randn(*sizes, size=None, generator=None, dtype=None, device=None, requires_grad=False):
     """Normal with mean 0 and variance 1."""
-    return _finish(_generator(generator).randn(_sizes("randn", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
+    return _finish(chosen(generator).randn(_sizes("randn", sizes, size), numpy_dtype(dtype) or _float()), None, device, requires_grad)
 
 
 def randint(low, high=None, size=None, *, generator=None, dtype=None, device=None):
@@ -196,7 +193,7 @@ def randint(low, high=None, size=None, *, generator=None, dtype=None, device=Non
         low, high, size = 0, low, high
     if high <= low:
         raise RuntimeError(f"randint: expects low < high, got {low} and {high}")
-    return _finish(_generator(generator).randint(low, high, _sizes("randint", (size,))), dtype, device)
+    return _finish(chosen(generator).randint(low, high, _sizes("randint", (size,))), dtype, device)
 
 
 def get_rng_state():
@@ -211,7 +208,7 @@ def set_rng_state(new_state):
 
 def randperm(n, *, generator=None, dtype=None, device=None):
     """0 … n−1 in random order."""
-    return _finish(_generator(generator).randperm(n), dtype, device)
+    return _finish(chosen(generator).randperm(n), dtype, device)
 
 
 def normal(mean, std, size=None, *, generator=None):
@@ -219,7 +216,7 @@ def normal(mean, std, size=None, *, generator=None):
     if size is None:
         shape = np.broadcast_shapes(*(x.array.shape for x in (mean, std) if isinstance(x, Tensor)))
         return randn(shape, generator=generator) * std + mean
-    return constant(_generator(generator).normal(_sizes("normal", (size,)), mean, std, _float()))
+    return constant(chosen(generator).normal(_sizes("normal", (size,)), mean, std, _float()))
 
 
 def rand_like(input, **options):
@@ -241,13 +238,13 @@ def randint_like(input, low, high=None, **options):
 def bernoulli(input, *, generator=None):
     """1 with probability input, else 0, element by element."""
     p = to_device(input.array, make_device("cpu"))
-    return _finish(np.asarray(_generator(generator).bernoulli(p)).astype(input.array.dtype), None, input.device)
+    return _finish(np.asarray(chosen(generator).bernoulli(p)).astype(input.array.dtype), None, input.device)
 
 
 def multinomial(input, num_samples, replacement=False, *, generator=None):
     """Indices drawn with the given weights, [n] or [rows, n]. An index of weight 0 is never drawn."""
     weights = to_device(input.array, make_device("cpu"))
-    return _finish(_generator(generator).multinomial(weights, num_samples, replacement), None, input.device)
+    return _finish(chosen(generator).multinomial(weights, num_samples, replacement), None, input.device)
 
 
 # --- comparing, and the functional forms of methods that return pairs -------------------------------------------------

@@ -90,8 +90,13 @@ def numpy_dtype(d):
 
 
 def fits(values, d):
-    """True where numbers can be converted to a NumPy dtype: to integers within their range; whole negatives may wrap to unsigned ones."""
+    """True where numbers can be converted to a NumPy dtype: within its range; whole negatives may wrap to unsigned integers, and
+    inf and NaN are floats.
+    """
     values = np.asarray(values)
+    if d.kind == "f":
+        size = np.abs(values)
+        return not np.any((size > float(np.finfo(d).max)) & (size != np.inf))
     if d.kind not in "iu" or not values.size:
         return True
     limits = np.iinfo(d)

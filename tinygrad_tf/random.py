@@ -386,6 +386,14 @@ def _check_sums_are_finite(sums):
 default_generator = Generator()
 
 
+def chosen(generator):
+    """The generator, or the default one for None."""
+    if generator is not None and not isinstance(generator, Generator):
+        raise TypeError(f"generator: expected a Generator or None, got {type(generator).__name__}; make one with "
+                        f"tinygrad_tf.Generator().manual_seed(seed)")
+    return default_generator if generator is None else generator
+
+
 def manual_seed(seed):
     """Seed the default generator, and return it. An int in [−2⁶³, 2⁶⁴)."""
     return default_generator.manual_seed(seed)

@@ -4,13 +4,17 @@ The file is a safetensors file. Its tensors bear the path that led to them ("mod
 read a saved state dict by its own names; one entry of its metadata holds the rest as JSON. Nothing is pickled: a pickle is
 a program, and whoever loads it runs it.
 """
+import errno
 import hashlib
 import json
 import os
+import secrets
+import shutil
 from pathlib import Path
 
 import numpy as np
 
+from .arguments import type_name
 from .autograd import constant
 from .backend import CPU, to_device
 from .backend import device as Device
@@ -23,9 +27,11 @@ from .tensor import Tensor
 FORMAT = 1
 _METADATA = "tinygrad_tf.save"  # the one entry: the order of several would be random, and equal objects would give unequal files
 _MAX_DEPTH = 200                # of objects in objects; JSON and Python both recurse
+_MAX_REPEATED = 10**6           # values in containers that were met before: shared ones are written out each time, 2ⁿ for n in each other
 _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES = {list: "list", tuple: "tuple", Size: "Size"}
 _MAKERS = {"list": list, "tuple": tuple, "Size": lambda sizes: Size(as_shape("Size", (tuple(sizes),)))}
+_MAX_HEADER = 10**8             # of bytes; safetensors has the same bound
 _WRITTEN_BY_OTHERS = "it was not written by tinygrad_tf.save, or was damaged since"
 
 
@@ -62,6 +68,7 @@ class _Packer:
 
     def __init__(self):
         self.arrays, self.names, self.open = {}, {}, []
+        self.seen, self.repeated = set(), 0
 
     def run(self, obj):
         return self.pack(obj, ()), self.arrays
@@ -73,17 +80,27 @@ class _Packer:
             return self.pack_tensor(obj, path)
         if id(obj) in self.open or len(path) >= _MAX_DEPTH:
             raise ValueError(f"save: {_place(path)} contains itself, or lies more than {_MAX_DEPTH} levels deep")
+        self.count_repeated(obj, path)
         self.open.append(id(obj))
         packed = self.pack_container(obj, path)
         self.open.pop()
         return packed
+
+    def count_repeated(self, obj, path):
+        """Refuses what is small in memory and without end in a file, as after a = [a, a] thirty times."""
+        if id(obj) in self.seen and isinstance(obj, (dict, list, tuple)):
+            self.repeated += 1 + len(obj)
+            if self.repeated > _MAX_REPEATED:
+                raise ValueError(f"save: {_place(path)} is one of the containers that occur again and again: written out each time they "
+                                 f"hold more than {_MAX_REPEATED} values; save each once, and put numbers into a tensor")
+        self.seen.add(id(obj))
 
     def pack_container(self, obj, path):
         if isinstance(obj, dict):
             return {"dict": [[_checked_key(key, path), self.pack(value, (*path, key))] for key, value in obj.items()]}
         if type(obj) in _SEQUENCES:
             return {_SEQUENCES[type(obj)]: [self.pack(value, (*path, i)) for i, value in enumerate(obj)]}
-        raise TypeError(f"save: {_place(path)} is a {_type_name(obj)}; tensors, None, bool, int, float, str, and dicts, lists and tuples "
+        raise TypeError(f"save: {_place(path)} is a {type_name(obj)}; tensors, None, bool, int, float, str, and dicts, lists and tuples "
                         f"of these can be saved{_hint(obj)}")
 
     def pack_tensor(self, x, path):
@@ -95,7 +112,7 @@ class _Packer:
         return {kind: self.names[memory], "requires_grad": x.requires_grad}
 
     def unused_name(self, path):
-        name = wanted = ".".join(str(key) for key in path) or "tensor"
+        name = wanted = ".".join(str(key) for key in path).encode("utf-8", "replace").decode() or "tensor"
         while name in self.arrays or name == "__metadata__":
             name = f"{wanted}#{len(self.arrays)}"
         return name
@@ -103,7 +120,7 @@ class _Packer:
 
 def _checked_key(key, path):
     if type(key) not in _PLAIN:
-        raise TypeError(f"save: the dict {_place(path)} has the key {key!r}, a {_type_name(key)}; keys can be None, bool, int, float "
+        raise TypeError(f"save: the dict {_place(path)} has the key {key!r}, a {type_name(key)}; keys can be None, bool, int, float "
                         f"and str")
     return key
 
@@ -111,11 +128,6 @@ def _checked_key(key, path):
 def _place(path):
     """How Python would reach it: obj['groups'][0]."""
     return "obj" + "".join(f"[{key!r}]" for key in path)
-
-
-def _type_name(obj):
-    cls = type(obj)
-    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
 
 
 def _hint(obj):
@@ -127,17 +139,30 @@ def _hint(obj):
 
 
 def write_atomically(path, data):
-    """Bytes or text to a file that is, at every moment, the old one or the new one. OSError names the file."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Bytes or text to a file that is, at every moment, the old one or the new one, for every thread and process.
+
+    A link stays and what it leads to is written; a file keeps its permissions. OSError names the file.
+    """
+    target = Path(os.path.realpath(Path(path)))
+    if target.exists() and not target.is_file():
+        raise FileExistsError(errno.EEXIST, "there is a folder or a device, and no file that could be replaced", str(path))
     try:
-        with open(temporary, "wb") as file:
-            file.write(data.encode("utf-8") if isinstance(data, str) else data)
+        _write_and_rename(target, data.encode("utf-8") if isinstance(data, str) else data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _write_and_rename(target, data):
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")    # see training/folder.py
+    file = open(temporary, "xb")                # x: never somebody else's file
+    try:
+        with file:
+            if target.exists():
+                shutil.copymode(target, temporary)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -174,13 +199,35 @@ def load(f, map_location=None, *, weights_only=True):
 def _contents(f):
     """(what to call it, its bytes)"""
     if hasattr(f, "read"):
-        name, data = getattr(f, "name", "the open file"), f.read()
+        name = getattr(f, "name", "the open file")
+        data = _read(f, name)
         if not isinstance(data, bytes):
             raise TypeError(f"load: {name} must be opened in binary mode, as open(path, 'rb') does")
         return name, data
     if not Path(f).is_file():
         raise FileNotFoundError(f"load: there is no file {f}")
-    return f, Path(f).read_bytes()
+    with Path(f).open("rb") as file:
+        return f, _read(file, f) if _has_the_size_it_says(file) else file.read(1000)     # enough to say what it is instead
+
+
+def _read(file, name):
+    try:
+        return file.read()
+    except MemoryError:
+        raise MemoryError(f"load: {name} is larger than the free memory") from None
+
+
+def _has_the_size_it_says(file):
+    """Whether the header of a safetensors file fits its size: what is none can be larger than the memory."""
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(file.read(length)) if length <= min(size, _MAX_HEADER) else {}
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return 8 + length + max(ends, default=0) == size
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return False
+    finally:
+        file.seek(0)
 
 
 def _tensors_of(data, name):

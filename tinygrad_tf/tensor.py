@@ -3,13 +3,14 @@
 import numpy as np
 
 from . import autograd, dtypes
-from .arguments import public
+from .arguments import public, require_tensors
 from .autograd import Version, constant
-from .backend import array_module, device_of, same_place, to_device
+from .backend import array_module, device_of, is_writable, same_place, to_device
 from .backend import device as Device
 from .display import tensor_repr
 from .ops import activation, arithmetic, index, linear, reduce, softmax
 from .ops import shape as shapes
+from .random import chosen
 from .size import Size, namedtuple_of
 
 
@@ -17,8 +18,8 @@ from .size import Size, namedtuple_of
 class Tensor:
     """array: the numbers (NumPy or CuPy);  grad: a Tensor once backward has been here;  node: what made it, None for a leaf.
 
-    `version` counts in-place writes to the memory and is shared by all tensors that view it; `seen` is what this tensor
-    knows of the recorded ones.
+    `version` counts in-place writes to the memory and is shared by all tensors that view it; `seen` is how many recorded
+    ones this tensor knows of (autograd.py, "in-place writes"), None for one that has no history.
     """
     __slots__ = ("array", "_grad", "node", "_requires_grad", "version", "seen", "hooks", "__weakref__")
     __array_ufunc__ = None                      # so that np.float64(2) * tensor asks the tensor, not NumPy
@@ -150,8 +151,11 @@ class Tensor:
         return array.astype(dtype) if dtype is not None and array.dtype != dtype else array.copy() if copy else array
 
     # --- the graph ----------------------------------------------------------------------------------------------------
-    def backward(self, gradient=None, retain_graph=False):
+    def backward(self, gradient=None, retain_graph=False, create_graph=False):
         """Adds the gradient of this tensor (a single number, or weighted by `gradient`) to `.grad` of every leaf below."""
+        if create_graph:
+            raise RuntimeError("backward: create_graph=True is not supported: gradients have no graph here, so there are no gradients of "
+                               "gradients")
         autograd.backward(self, gradient, retain_graph)
 
     def detach(self):
@@ -214,11 +218,7 @@ class Tensor:
         if recording and any(isinstance(t, Tensor) and t.requires_grad for t in (self, *args)):
             before = Tensor._wrap(self.array.copy(), self.node, Version())      # what the node saves must be the old numbers
         result = op(before, *args, **kwargs)
-        if result.array.shape != self.array.shape:
-            raise RuntimeError(f"in-place: output with shape {tuple(self.shape)} doesn't match the broadcast shape {tuple(result.shape)}")
-        if result.array.dtype.kind == "f" and self.array.dtype.kind != "f" or \
-                result.array.dtype.kind != "b" and self.array.dtype.kind == "b":
-            raise RuntimeError(f"in-place: result type {result.dtype} can't be cast to the desired output type {self.dtype}")
+        self._check_result(result)
         if result.node is not None and self.version.has_leaf():
             raise RuntimeError("a view of a leaf Tensor that requires grad is being used in an in-place operation; "
                                "do it inside no_grad(), or on a .clone() of the leaf")
@@ -226,22 +226,35 @@ class Tensor:
         if result.node is not None:
             self._adopt(result.node)
         elif self.node is not None and recording:        # an operation without gradient: a constant from now on
-            self.node, self._requires_grad = None, False
-            self.version.recorded += 1
-            self.seen = self.version.recorded
+            self._set_history(None)
         return self
 
+    def _check_result(self, result):
+        """A result fits into this memory if it has the same shape and no higher kind of number."""
+        if result.array.shape != self.array.shape:
+            raise RuntimeError(f"in-place: output with shape {tuple(self.shape)} doesn't match the broadcast shape {tuple(result.shape)}")
+        mine, other = self.array.dtype.kind, result.array.dtype.kind
+        if other == "f" != mine or other != "b" == mine:
+            raise RuntimeError(f"in-place: result type {result.dtype} can't be cast to the desired output type {self.dtype}")
+
     def _store(self, values):
-        if not getattr(self.array.flags, "writeable", True):
-            raise RuntimeError("in-place: more than one element of this (expanded) tensor refers to one memory location, or the "
-                               "memory is read-only; .clone() it first")
+        self._check_writable()
         self.array[...] = values
         self.version.writes += 1
+
+    def _check_writable(self):
+        if not is_writable(self.array):
+            raise RuntimeError("in-place: more than one element of this (expanded) tensor refers to one memory location, or the "
+                               "memory is read-only; .clone() it first")
 
     def _adopt(self, node):
         if self.node is not None and self.node.retained:        # retain_grad means this tensor as it is at the end
             node.retained, self.node.retained = self.node.retained, None
-        self.node, self._requires_grad = node, True
+        self._set_history(node)
+
+    def _set_history(self, node):
+        """This tensor is the result of `node` from now on; every other tensor of this memory has a history that is out of date."""
+        self.node, self._requires_grad = node, node is not None
         self.version.recorded += 1
         self.seen = self.version.recorded
 
@@ -252,8 +265,7 @@ class Tensor:
         if isinstance(value, Tensor) and value.requires_grad or self.requires_grad and autograd.is_grad_enabled():
             self._write(index.set_item, value, key)
         else:
-            if not self.array.flags.writeable:
-                self._store(None)
+            self._check_writable()
             index.write(self.array, autograd.array_of(value), key)
             self.version.writes += 1
 
@@ -265,6 +277,7 @@ class Tensor:
         return (mine.data_ptr(), mine.shape, mine.stride()) == (part.data_ptr(), part.shape, part.stride())
 
     def copy_(self, other):
+        require_tensors("copy_", other=other)
         self[...] = _move(other, self.device)
         return self
     def zero_(self): return self.fill_(0)
@@ -276,27 +289,21 @@ class Tensor:
         return self
 
     def uniform_(self, a=0.0, b=1.0, *, generator=None):
-        return self._fill_with(_generator(generator).uniform(self.array.shape, a, b, self.array.dtype))
+        return self._fill_with(chosen(generator).uniform(self.array.shape, a, b, self.array.dtype))
     def normal_(self, mean=0.0, std=1.0, *, generator=None):
-        return self._fill_with(_generator(generator).normal(self.array.shape, mean, std, self.array.dtype))
+        return self._fill_with(chosen(generator).normal(self.array.shape, mean, std, self.array.dtype))
     def bernoulli_(self, p=0.5, *, generator=None):
-        return self._fill_with(_generator(generator).bernoulli(p, self.array.shape))
+        return self._fill_with(chosen(generator).bernoulli(p, self.array.shape))
     def exponential_(self, lambd=1.0, *, generator=None):
-        return self._fill_with(_generator(generator).exponential(self.array.shape, lambd, self.array.dtype))
+        return self._fill_with(chosen(generator).exponential(self.array.shape, lambd, self.array.dtype))
     def random_(self, low=0, high=None, *, generator=None):
         low, high = (0, low) if high is None else (low, high)
-        return self._fill_with(_generator(generator).randint(low, high, self.array.shape))
+        return self._fill_with(chosen(generator).randint(low, high, self.array.shape))
 
     # --- copies and other types ---------------------------------------------------------------------------------------
     def to(self, *args, device=None, dtype=None, copy=False, non_blocking=False):
         """Another dtype, another device, or both: `.to("cuda")`, `.to(float16)`, `.to(other_tensor)`."""
-        for a in args:
-            if isinstance(a, Tensor):
-                device, dtype = a.device, a.dtype
-            elif isinstance(a, (str, Device)):
-                device = a
-            elif a is not None:
-                dtype = a
+        device, dtype = device_and_dtype(args, device, dtype)
         y = self if dtype is None else arithmetic.cast(self, dtypes.numpy_dtype(dtype))
         if device is not None:
             y = _move(y, Device(device))
@@ -333,7 +340,9 @@ class Tensor:
 
     def new_zeros(self, *size, dtype=None): return self._new(np.zeros, size, dtype)
     def new_ones(self, *size, dtype=None): return self._new(np.ones, size, dtype)
-    def new_full(self, size, fill_value, dtype=None): return self._new(lambda s, d: np.full(s, fill_value, d), (size,), dtype)
+    def new_full(self, size, fill_value, dtype=None):
+        from .creation import full
+        return full(size, fill_value, dtype=dtype or self.dtype, device=self.device)
     def new_tensor(self, data, dtype=None):
         from .creation import tensor
         return tensor(data, dtype=dtype or self.dtype, device=self.device)
@@ -363,6 +372,9 @@ class Tensor:
 def _operator(op, reflected=False):
     """An operator that leaves operands it does not know to the other side, so that Python raises its usual TypeError."""
     def method(self, other):
+        if isinstance(other, np.ndarray):
+            raise TypeError(f"{op.__name__.rstrip('_')}: a tensor and a NumPy array do not mix; make a tensor of the array with "
+                            f"tinygrad_tf.from_numpy(...)")
         if not isinstance(other, (Tensor, *_NUMBERS)):
             return NotImplemented
         return op(other, self) if reflected else op(self, other)
@@ -375,7 +387,7 @@ for _name, _op in {"add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmet
                    "eq": arithmetic.eq, "ne": arithmetic.ne, "lt": arithmetic.lt, "le": arithmetic.le, "gt": arithmetic.gt,
                    "ge": arithmetic.ge, "and": arithmetic.bitwise_and, "or": arithmetic.bitwise_or, "xor": arithmetic.bitwise_xor}.items():
     setattr(Tensor, f"__{_name}__", _operator(_op))
-    if _name not in ("matmul", "eq", "ne", "lt", "le", "gt", "ge"):
+    if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
         setattr(Tensor, f"__r{_name}__", _operator(_op, reflected=True))
 
 Tensor.__neg__, Tensor.__abs__, Tensor.__invert__ = arithmetic.neg, arithmetic.abs_, arithmetic.bitwise_not
@@ -399,7 +411,7 @@ for _room, _names in _METHODS.items():
         setattr(Tensor, _name, public(getattr(_room, _name), method=True))
 for _name, _op in {"abs": arithmetic.abs_, "any": reduce.any_, "all": reduce.all_, "scatter_add": index.scatter_add_}.items():
     setattr(Tensor, _name, public(_op, method=True))
-for _name in ("max", "min", "sort", "topk", "equal", "allclose"):
+for _name in ("max", "min", "sort", "topk", "equal", "allclose", "view_as", "reshape_as", "type_as"):
     setattr(Tensor, _name, public(getattr(Tensor, _name), method=True))
 Tensor.swapaxes = Tensor.transpose
 Tensor.where = lambda self, condition, other: index.where(condition, self, other)
@@ -438,13 +450,20 @@ class ToDevice(autograd.Function):
         return to_device(dy, self.source)
 
 
+def device_and_dtype(args, device=None, dtype=None):
+    """What the arguments of `.to` ask for: a device, a dtype, or a tensor that has both; None for what they leave as it is."""
+    for a in args:
+        if isinstance(a, Tensor):
+            device, dtype = a.device, a.dtype
+        elif isinstance(a, (str, Device)):
+            device = a
+        elif a is not None:
+            dtype = a
+    return device, dtype
+
+
 def _move(x, target):
     return x if same_place(x.device, target) else ToDevice.apply(x, target)
-
-
-def _generator(generator):
-    from .random import default_generator
-    return default_generator if generator is None else generator
 
 
 def _extreme(x, dim, keepdim, which, pairwise, over_all):

@@ -160,7 +160,7 @@ class Trace:
 
 def _width(row):
     """What the scores are divided by the root of: in one head all C features, in several Dh."""
-    return "C" if len(row.shape) < 4 else "Dh"
+    return "Dh" if "H" in row.letters else "C"
 
 
 def _by_module(pairs):
@@ -362,12 +362,14 @@ def _frame_of_call():
     return frame
 
 
-def _tensors(value):
-    """The tensors in a nest of tuples, lists and dicts."""
+def _tensors(value, around=()):
+    """The tensors in a nest of tuples, lists and dicts; `around` holds those that lead here, so that no circle is walked twice."""
     if isinstance(value, Tensor):
         return [value]
+    if any(value is outer for outer in around):
+        return []
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in values for tensor in _tensors(item)]
+    return [tensor for item in values for tensor in _tensors(item, (*around, value))]
 
 
 def _argument_names(module, inputs, kwargs):
@@ -438,7 +440,7 @@ VERY_LOW = -1e4                                 # a score of this or less is one
 DEPTH = 16                                      # operations between a product and its softmax at most
 LETTERS = ("B", "T", "Tq", "Tk", "C", "H", "Hkv", "G", "Dh", "Cff", "V_vocab")
 PLACES = {"first": "B T Tq Tk", "middle": "T Tq Tk H Hkv G", "last": "C Dh Cff V_vocab T Tk Tq", "ids": "B T Tq Tk H"}
-OTHERWISE = {"Tq": "T", "Tk": "T", "Hkv": "H", "C": "Dh"}
+OTHERWISE = {"Tq": "T", "Tk": "T", "Hkv": "H", "C": "Dh", "Dh": "C"}
 
 
 class _Namer:
@@ -554,7 +556,12 @@ class _Namer:
         if X is not None:
             sizes["C"] = X[-1]
         width = scores.shapes[0][-1]
-        sizes.setdefault("C" if len(shape) < 4 and sizes.get("C", width) == width else "Dh", width)
+        if len(shape) == 4 and shape[1] == 1 and sizes.get("C") == width:       # one head: it has all features
+            del sizes["H"]
+        elif len(shape) < 4 and sizes.get("C", width) == width:
+            sizes["C"] = width
+        else:
+            sizes["Dh"] = width
         if len(shape) == 5:
             sizes["H"] = shape[1] * shape[2]
         if len(shape) == 4 and "K" in given and len(given["K"].row.shape) == 4 and given["K"].row.shape[1] != shape[1]:

@@ -29,6 +29,10 @@ class Cache:
     def length(self):
         return 0 if self.k is None else self.k.shape[2]
 
+    @length.setter
+    def length(self, n):
+        self.k, self.v = (None, None) if n == 0 else (self.k[:, :, :n], self.v[:, :, :n])
+
     def update(self, k, v):
         self.k, self.v = (k, v) if self.k is None else (cat([self.k, k], dim=2), cat([self.v, v], dim=2))
         return self.k, self.v
@@ -330,6 +334,22 @@ def test_wrong_calls_of_pytorchs_layer():
         nn.MultiheadAttention(5, 2)
 
 
+@pytest.mark.parametrize("no_tensor", [None, [[1.0]], np.ones((2, 3, 4), np.float32), 1], ids=lambda x: type(x).__name__)
+def test_what_is_no_tensor_is_refused_by_name(no_tensor):
+    layer, x = nn.MultiheadAttention(4, 2), torch.ones(3, 2, 4)
+    for name in "query", "key", "value", "key_padding_mask", "attn_mask":
+        if no_tensor is not None or name in ("query", "key", "value"):
+            with pytest.raises(TypeError, match=f"MultiheadAttention: {name} must be a Tensor"):
+                layer(**{"query": x, "key": x, "value": x, name: no_tensor})
+
+
+@pytest.mark.parametrize("make", [nn.MultiHeadAttention, nn.MultiheadAttention])
+def test_sizes_are_whole_numbers(make):
+    for sizes in (None, 2), (4, None), (4.0, 2), ("4", 2), (4, torch.tensor(2)):
+        with pytest.raises(TypeError, match="whole numbers"):
+            make(*sizes)
+
+
 # --- positions, windows, mods ---------------------------------------------------------------------------------------
 
 HOLES = torch.tensor([[True, False, True, True, False, False, True], [True] * 7])
@@ -534,23 +554,43 @@ WRONG = {
     "position_ids, float": ({"position_ids": torch.zeros(3)}, TypeError, "whole numbers"),
     "position_ids, negative": ({"position_ids": torch.arange(3) - 1}, ValueError, "positions must be"),
     "mask_mod": ({"mask_mod": lambda b, h, i, j: i - j}, TypeError, "mask_mod"),
+    "score_mod, failing": ({"score_mod": lambda *arguments: 1 / 0}, ZeroDivisionError, "division"),
+    "score_mod, returning nothing": ({"score_mod": lambda *arguments: None}, ValueError, "score_mod must"),
+    "score_mod, returning a bool": ({"score_mod": lambda score, *where: score > 0}, TypeError, "score_mod must"),
     "x": ({"x": torch.ones(B, 3, C + 1, dtype=torch.float64)}, ValueError, "x must be"),
     "context": ({"context": torch.ones(B, 3, C, dtype=torch.float64)}, ValueError, "self-attention"),
 }
 
 
+@pytest.mark.parametrize("make_cache", [lambda: KVCache(1, 8).layer(0), Cache], ids=["KVCache", "one of one's own"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_refused_call_leaves_the_cache_as_it_was(wrong):
+def test_a_refused_call_leaves_the_cache_as_it_was(wrong, make_cache):
     options, error, words = WRONG[wrong]
     layer, x = positioned("rope", n=5)
     with torch.no_grad():
         whole = layer(x, causal=True)
-        cache = KVCache(1, 8).layer(0)
+        cache = make_cache()
+        with pytest.raises(ZeroDivisionError):
+            layer(x, cache=cache, score_mod=lambda *arguments: 1 / 0)
+        assert cache.length == 0
         layer(x[:, :2], causal=True, cache=cache)
         with pytest.raises(error, match=words):
             layer(**{"x": x[:, 2:], "causal": True, "cache": cache, **options})
         assert cache.length == 2
         close(layer(x[:, 2:], causal=True, cache=cache), whole[:, 2:])
+
+
+@pytest.mark.parametrize("cached", [0, 3])
+@pytest.mark.parametrize("return_weights", [False, True])
+def test_no_new_tokens_are_no_fault(cached, return_weights):
+    layer, x = positioned("rope", n=5)
+    cache, valid = KVCache(1, 8).layer(0), torch.ones(B, cached, dtype=bool)
+    with torch.no_grad():
+        layer(x[:, :cached], causal=True, valid_tokens=valid, cache=cache)
+        out = layer(x[:, :0], causal=True, valid_tokens=valid, cache=cache, return_weights=return_weights)
+    assert cache.length == cached
+    out, weights = out if return_weights else (out, None)
+    assert tuple(out.shape) == (B, 0, C) and (weights is None or tuple(weights.shape) == (B, 4, 0, cached))
 
 
 @pytest.mark.parametrize("call, error, words", [
@@ -563,6 +603,11 @@ def test_a_refused_call_leaves_the_cache_as_it_was(wrong):
     (lambda: layer_and_input()[0](*[context(B, T, C)] * 2, position_ids=torch.arange(T)), ValueError, "self-attention"),
     (lambda: layer_and_input()[0](context(B, T, C), (context(B, 4, T, 2), context(B, 4, T, 3))), ValueError, "keys_and_values"),
     (lambda: layer_and_input()[0](context(B, T, C), (context(B, 2, T, 2),) * 2), ValueError, "keys_and_values"),
+    (lambda: nn.MultiHeadAttention(8, 4, rope=True), TypeError, r"RotaryEmbedding\(2\).* got True"),
+    (lambda: nn.MultiHeadAttention(8, 4, relative_bias=True), TypeError, r"ALiBi\(4\).* got True"),
+    (lambda: layer_and_input(relative_bias=lambda i, j: [[0.0]])[0](context(B, T, C)), TypeError, "relative_bias must be a float tensor"),
+    (lambda: layer_and_input()[0](context(B, T, C), cache=KVCache(1, 8)), TypeError, r"update\(k, v\), got KVCache.*layer\(i\)"),
+    (lambda: layer_and_input()[0](context(B, T, C), cache=[]), TypeError, "`length`"),
     (lambda: layer_and_input()[0](context(B, T, C), cache=object()), TypeError, "`length`")])
 def test_parts_that_do_not_fit_are_refused(call, error, words):
     with pytest.raises(error, match=words):

@@ -76,3 +76,14 @@ def test_constants_gains_and_generators():
 def test_bad_input_raises(call):
     with pytest.raises(ValueError):
         call()
+
+
+INITIALIZERS = [name for name in vars(init) if name.endswith("_") and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+@pytest.mark.parametrize("wrong", [[1.0], np.ones((2, 2)), None, 5])
+def test_what_is_no_tensor_is_refused(name, wrong):
+    assert len(INITIALIZERS) >= 10
+    with pytest.raises(TypeError, match="'tensor'.* must be Tensor, not "):
+        getattr(init, name)(wrong, *([1.0] if name == "constant_" else []))

@@ -303,6 +303,12 @@ Q, K, V = heads(2)
     (lambda: F.attention(Q, K, V, allowed=masks.causal_mask(T + 1)), ValueError, "broadcast"),
     (lambda: F.attention(Q, K, V, bias=masks.causal_mask(T)), TypeError, "is `allowed`"),
     (lambda: F.attention(Q, K, V, bias=BIAS[..., :3]), ValueError, "bias must broadcast"),
+    *[(lambda causal=causal: F.attention(Q, K, V, causal=causal), TypeError, "causal must be a bool")
+      for causal in ("no", 0, 1, None, np.True_, masks.causal_mask(T))],
+    *[(lambda scale=scale, options=options: F.attention(Q, K, V, scale=scale, **options), TypeError,
+       r"scale must be a number.*query \* scale")
+      for scale in (torch.tensor(0.5), torch.tensor(0.5, requires_grad=True), torch.ones(H, 1, 1), "1")
+      for options in ({}, {"return_weights": True}, {"score_mod": softcap})],
     (lambda: F.attention(Q, K, V, window=0), ValueError, "width must be at least 1"),
     (lambda: F.attention(Q, K, V, window=True), TypeError, "whole number"),
     (lambda: F.attention(Q, K, V, causal=True, query_offset="end"), TypeError, "query_offset"),

@@ -183,6 +183,10 @@ def test_mods_are_those_of_flex_attention(mod, Tq, Tk):
     (lambda: masks.block_sparse_mask(7, 3, BLOCKS.float()), TypeError, "bool tensor"),
     (lambda: masks.block_sparse_mask(7, 0, BLOCKS), ValueError, "block_size"),
     (lambda: masks.global_token_mask(4, 1, [4]), ValueError, "beyond the 4 tokens"),
+    (lambda: masks.global_token_mask(4, 1, torch.tensor(5)), ValueError, "beyond the 4 tokens"),
+    (lambda: masks.global_token_mask(4, 1, torch.tensor(1.5)), TypeError, "whole number"),
+    (lambda: masks.global_token_mask(4, 1, torch.tensor([[1]])), TypeError, "whole number"),
+    (lambda: masks.global_token_mask(4, 1, None), TypeError, "whole number"),
     (lambda: masks.global_token_mask(4, 1, [-1]), ValueError, "at least 0"),
     (lambda: masks.global_token_mask(4, 1, 5), ValueError, "beyond the 4 tokens"),
     (lambda: masks.padding_mask(VALID.long()), TypeError, "bool tensor"),
@@ -199,3 +203,29 @@ def test_mods_are_those_of_flex_attention(mod, Tq, Tk):
 def test_what_is_no_mask_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+TABLES = {
+    "packing": masks.packing_mod(torch.tensor([[0, 1]]), causal=False),
+    "packing, causal": masks.packing_mod(torch.tensor([[0, 1]])),
+    "block_sparse": masks.block_sparse_mod(1, torch.ones(2, 2).bool()),
+    "block_sparse, wide": masks.block_sparse_mod(2, torch.ones(1, 1).bool()),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_query_before_the_first_key_is_in_no_table(name):
+    """A negative place would be counted from the end of the table."""
+    assert tuple(masks.create_mask(TABLES[name], 1, 1, 2, 2).shape) == (1, 1, 2, 2)
+    assert masks.create_mask(TABLES[name], 1, 1, 0, 2).numel() == 0
+    for Tq, Tk, offset in (4, 2, None), (1, 2, -1), (2, 2, -2):
+        with pytest.raises(IndexError, match=f"{name.split(',')[0]}: a query stands before the first key"):
+            masks.create_mask(TABLES[name], 1, 1, Tq, Tk, offset)
+    with pytest.raises(IndexError):
+        masks.create_mask(TABLES[name], 1, 1, 1, 2, 2)
+
+
+@pytest.mark.parametrize("global_tokens", [1, [0], torch.tensor(1), torch.tensor([0]), range(1)], ids=repr)
+def test_a_query_before_the_first_key_is_no_global_token(global_tokens):
+    found = masks.create_mask(masks.global_token_mod(0, global_tokens), 1, 1, 4, 2)[0, 0]
+    assert found.tolist() == [[True, False], [True, False], [True, True], [True, True]]     # of the queries at −2, −1, 0, 1

@@ -234,6 +234,39 @@ def test_rope_refuses():
         rope(x, torch.zeros(2, 5))
 
 
+def test_positions_of_rope_end_where_float64_does():
+    rope, x = nn.RotaryEmbedding(8), torch.ones(1, 2, 3, 8).double()
+    last = 2 ** 53 - 3
+    for found in rope(x, offset=last), rope(x, torch.arange(3) + last):
+        assert (found[:, :, 0] != found[:, :, 1]).any() and (found[:, :, 1] != found[:, :, 2]).any()
+    for call in (lambda: rope(x, offset=last + 1), lambda: rope(x, offset=10 ** 30), lambda: rope(x, offset=np.int64(2 ** 63 - 1)),
+                 lambda: rope(x, torch.arange(3) + last + 1), lambda: rope(x, torch.tensor([0, 1, 2 ** 63 - 1]))):
+        with pytest.raises(ValueError, match=r"is not below 2\*\*53"):
+            call()
+
+
+@pytest.mark.parametrize("make", [lambda n: nn.RotaryEmbedding(8, max_seq_len=n), lambda n: nn.SinusoidalPositionEncoding(8, n)])
+def test_sizes_of_tables_are_whole_numbers(make):
+    for wrong in "a", 2.5, None:
+        with pytest.raises(TypeError, match="max_seq_len must be a whole number"):
+            make(wrong)
+    with pytest.raises(ValueError, match="max_seq_len must be ≥ 0, got -5"):
+        make(-5)
+
+
+def test_a_promised_length_costs_no_memory_before_it_is_there():
+    x = double(1, 2, 3, 8)
+    assert torch.equal(nn.RotaryEmbedding(8, max_seq_len=10 ** 12)(x), nn.RotaryEmbedding(8)(x))
+
+
+@pytest.mark.parametrize("no_tensor", [None, [[1]], np.ones((1, 3, 8)), 1], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("make", [lambda: nn.RotaryEmbedding(8), lambda: nn.SinusoidalPositionEncoding(8),
+                                  lambda: nn.LearnedPositions(9, 8), lambda: nn.InputEmbedding(9, 8, 9)])
+def test_what_is_no_tensor_is_refused_by_name(make, no_tensor):
+    with pytest.raises(TypeError, match="must be a Tensor, got"):
+        make()(no_tensor)
+
+
 # --- stretching RoPE --------------------------------------------------------------------------------------------------
 
 def test_linear_scaling_divides_positions():
@@ -424,6 +457,16 @@ def test_buckets_are_the_plain_reference(num_buckets, max_distance, bidirectiona
     assert found.tolist() == [plain_bucket(s, num_buckets, max_distance, bidirectional) for s in steps]
 
 
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8])
+def test_buckets_of_narrow_numbers(dtype, bidirectional):
+    bounds = torch.iinfo(dtype)
+    steps = torch.tensor(sorted({bounds.min, bounds.min + 1, max(bounds.min, -100), 0, 1, 100, bounds.max}))
+    for n, far in (32, 128), (512, 1000):
+        found = t5_bucket(steps.to(dtype), n, far, bidirectional)
+        assert found.dtype is torch.int64 and torch.equal(found, t5_bucket(steps, n, far, bidirectional))
+
+
 def test_buckets_of_t5_itself():
     """32 buckets to distance 128, recorded from the published formula in PyTorch."""
     steps = torch.tensor([-1000, -128, -127, -91, -90, -20, -12, -11, -8, -7, -1, 0, 1, 7, 8, 16, 64, 127, 128, 1000])
@@ -453,6 +496,14 @@ def test_buckets_that_are_refused():
     for buckets, distance, both in (2, 128, True), (7, 128, True), (1, 128, False), (32, 8, True), (32, 16, False):
         with pytest.raises(ValueError, match="num_buckets"):
             nn.T5RelativeBias(2, buckets, distance, both)
+        with pytest.raises(ValueError, match="num_buckets"):
+            t5_bucket(torch.arange(3), buckets, distance, both)
+    for sizes in (32.0, 128), (32, 128.0), ("32", 128), (None, 128):
+        with pytest.raises(TypeError, match="whole numbers"):
+            t5_bucket(torch.arange(3), *sizes)
+    for steps in torch.tensor([-2.5]), torch.tensor([True]), [1, 2], np.arange(3), 1:
+        with pytest.raises(TypeError, match="steps must be a tensor of whole numbers"):
+            t5_bucket(steps)
 
 
 # --- printed ----------------------------------------------------------------------------------------------------------

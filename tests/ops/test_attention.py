@@ -310,3 +310,17 @@ Q = (2, 4, 3, 8)
 def test_wrong_calls(text, call):
     with pytest.raises(RuntimeError, match=f"(?s){text}"):
         call(randn(*Q), scaled_dot_product_attention)
+
+
+@pytest.mark.parametrize("scale", [tensor(0.5), tensor(0.5, requires_grad=True), np.ones(1), "1"],
+                         ids=["tensor", "learned", "array", "text"])
+@pytest.mark.parametrize("attend", [lambda q, k, scale: scaled_dot_product_attention(q, k, k, scale=scale),
+                                    lambda q, k, scale: attention_weights(q, k, scale=scale)], ids=["attention", "weights"])
+def test_a_scale_is_a_number_and_a_learned_one_multiplies_the_query(attend, scale):
+    q, k, learned = randn(*Q), randn(*Q), tensor(0.5, requires_grad=True)
+    with pytest.raises(TypeError, match=r"scale must be a number.*query \* scale, with scale=1\.0"):
+        attend(q, k, scale)
+    found = attend(q * learned, k, 1.0)
+    assert tinygrad_tf.allclose(found, attend(q, k, 0.5)) and tinygrad_tf.allclose(found, attend(q, k, np.float32(0.5)))
+    (found * randn(*found.shape)).sum().backward()
+    assert learned.grad.item() != 0

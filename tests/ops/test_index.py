@@ -161,8 +161,64 @@ def test_a_part_written_through_another_view_still_raises():
     ("x.index_add(0, torch.tensor([0]), x)", RuntimeError, ["index_add", "(1, 3)", "(2, 3)"]),
     ("x.topk(4)", RuntimeError, ["topk", "3", "4"]),
     ("x.bincount()", RuntimeError, ["bincount", "integers", "(2, 3)"]),
+    ("x.topk(True)", TypeError, ["topk", "int", "bool"]),
+    ("x.topk(1.0)", TypeError, ["topk", "int", "float"]),
+    ("(x > 0).topk(1)", RuntimeError, ["topk", "bool"]),
+    ("torch.tensor(1.0).gather(0, torch.tensor([0]))", RuntimeError, ["gather", "number of dimensions", "(1,)"]),
+    ("torch.searchsorted(x, x)", RuntimeError, ["searchsorted", "one row", "(2, 3)"]),
+    ("x.copy_([1])", TypeError, ["copy_", "Tensor", "list"]),
 ])
 def test_errors_say_what_came_and_what_would_do(expression, error, words):
     with pytest.raises(error) as caught:
         eval(expression, {"x": torch.ones(2, 3), "torch": torch})
     assert not [w for w in words if w not in str(caught.value)], str(caught.value)
+
+
+WRITERS = {"setitem": lambda x, value: x.__setitem__(0, value), "fill_": lambda x, value: x.fill_(value),
+           "masked_fill": lambda x, value: x.masked_fill(x == x, value),
+           "pad": lambda x, value: torch.nn.functional.pad(x, (1, 1), value=value),
+           "scatter": lambda x, value: x.scatter(0, torch.tensor([0]), value)}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_number_that_is_written_is_one_that_the_dtype_holds(write):
+    nan, inf = float("nan"), float("inf")
+    beyond = {torch.int8: [300, -129, nan, inf], torch.uint8: [256, nan], torch.int64: [2**63, nan, -inf],
+              torch.float16: [1e6, -1e9, 65505], torch.float32: [1e39, -1e300, 10**400], torch.float64: [10**400]}
+    within = {torch.int8: [127, -128, 1.5, True], torch.uint8: [255, -1], torch.int64: [2**63 - 1],
+              torch.float16: [65504, -inf, nan, 1e-30], torch.float32: [3e38, inf, nan, 2**70], torch.float64: [1e308],
+              torch.bool: [True, 0]}
+    for dtype, values in beyond.items():
+        for value in values:
+            with pytest.raises(RuntimeError, match="without overflow"):
+                write(torch.ones(2, dtype=dtype), value)
+    for dtype, values in within.items():
+        for value in values:
+            write(torch.ones(2, dtype=dtype), value)
+    for wrong in ("a", [1], 1j, object()):
+        with pytest.raises(TypeError, match="Tensor"):
+            write(torch.ones(2), wrong)
+
+
+def test_index_add_of_single_numbers():
+    assert torch.tensor(1.0).index_add(0, torch.tensor(0), torch.tensor(2.0)).item() == 3
+    x, source = torch.zeros(3, requires_grad=True), torch.tensor([2.0], requires_grad=True)
+    y = x.index_add(0, torch.tensor(1), source, alpha=5)
+    (y * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert y.tolist() == [0, 10, 0] and x.grad.tolist() == [1, 2, 3] and source.grad.tolist() == [10]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.bool, torch.float32])
+def test_ids_are_int64_or_int32(dtype):
+    x, i = torch.ones(2), torch.zeros(1, dtype=dtype)
+    for run in (lambda i: x.gather(0, i), lambda i: x.scatter(0, i, 1.0), lambda i: x.scatter_add(0, i, x), lambda i: x.index_select(0, i),
+                lambda i: x.index_add(0, i, x[:1])):
+        run(i.long()), run(i.int())
+        with pytest.raises(RuntimeError, match="int64 or int32"):
+            run(i)
+
+
+def test_no_nan_is_another_one():
+    x = torch.tensor([float("nan"), 1.0, float("nan"), 1.0])
+    values, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    assert len(torch.unique(x)) == 3 and counts.tolist() == [2, 1, 1] and inverse[1].item() == inverse[3].item() == 0

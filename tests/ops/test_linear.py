@@ -34,7 +34,9 @@ def test_the_products_agree_with_each_other(n, k, m):
 
 
 @pytest.mark.parametrize("equation, shapes", [("ij,jk,kl->il", [(2, 3), (3, 2), (2, 2)]), ("bhqd,bhkd->bhqk", [(1, 2, 3, 2), (1, 2, 2, 2)]),
-                                              ("...ij,...j->...i", [(2, 2, 3), (2, 3)]), ("ij->", [(2, 3)]), ("ij,k->kj", [(2, 3), (2,)])])
+                                              ("...ij,...j->...i", [(2, 2, 3), (2, 3)]), ("ij->", [(2, 3)]), ("ij,k->kj", [(2, 3), (2,)]),
+                                              ("...ij,...jk->...ik", [(2, 1, 2, 3), (3, 3, 2)]), ("ij,ij->ij", [(2, 1), (1, 3)]),
+                                              ("ij,jk", [(2, 1), (3, 2)]), ("...,...", [(1,), (2, 3)]), ("ij,j->", [(1, 0), (1,)])])
 def test_einsum_has_right_gradients(equation, shapes):
     random = np.random.default_rng(0)
     operands = tuple(torch.tensor(random.standard_normal(s), requires_grad=True) for s in shapes)
@@ -68,6 +70,11 @@ def test_no_numpy_warning_escapes_from_inf_and_nan(expression):
     ("torch.einsum('ii', x)", RuntimeError, ["einsum", "'ii'", "once"]),
     ("torch.einsum('ij->ik', x)", RuntimeError, ["einsum", "'ik'"]),
     ("torch.einsum('ij,kj', x, x.double())", RuntimeError, ["einsum", "float32", "float64"]),
+    ("torch.einsum('ij,kj', x > 0, x > 0)", RuntimeError, ["einsum", "bool"]),
+    ("torch.einsum('éj', x)", RuntimeError, ["einsum", "letters"]),
+    ("torch.einsum([])", TypeError, ["einsum", "equation", "str", "list"]),
+    ("torch.einsum(x, x)", TypeError, ["einsum", "equation", "str", "Tensor"]),
+    ("torch.einsum('...i,...i', x, torch.ones(5, 3))", RuntimeError, ["einsum", "2 and 5"]),
 ])
 def test_errors_say_what_came_and_what_would_do(expression, error, words):
     with pytest.raises(error) as caught:

@@ -143,3 +143,13 @@ def test_other_arguments_that_are_refused():
     for head_dim, rotary_dim in (5, None), (4, 3), (4, 6), (0, None), (4, 0):
         with pytest.raises(ValueError, match="must be even"):
             interleaved_to_half_split(torch.randn(20, 4), head_dim, rotary_dim)
+
+
+@pytest.mark.parametrize("no_tensor", [None, [[1.0, 1.0]] * 3, np.ones((3, 2), np.float32), 1.0], ids=lambda x: type(x).__name__)
+def test_what_is_no_tensor_is_refused_by_name(no_tensor):
+    for name in "x", "cos", "sin":
+        with pytest.raises(TypeError, match=f"rotary: {name} must be a Tensor, got"):
+            F.rotary(**{"x": torch.randn(3, 4), "cos": torch.ones(3, 2), "sin": torch.ones(3, 2), name: no_tensor})
+    for convert in interleaved_to_half_split, half_split_to_interleaved:
+        with pytest.raises(TypeError, match=f"{convert.__name__}: x must be a Tensor, got"):
+            convert(no_tensor, 2)

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
+
+from ..backend import first_outside
+from ..serialization import write_atomically
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
@@ -91,13 +93,7 @@ class CharTokenizer:
 
     def save(self, path):
         """Writes JSON; a file of that name is replaced in one step, so that no reader meets half a tokenizer."""
-        path = Path(path)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-        try:
-            unfinished.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="ascii")
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path):
@@ -140,8 +136,7 @@ def as_ids(ids, vocab_size=None):
         raise ValueError(f"token ids must have one axis [N], got the shape {ids.shape}; pass one row at a time")
     if ids.size and ids.dtype.kind not in "iu":
         raise TypeError(f"token ids must be integers, got {ids.dtype}")
-    if vocab_size is not None and ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+    if vocab_size is not None and (wrong := first_outside(ids, vocab_size)) is not None:
         raise IndexError(f"token id {wrong} is outside the vocabulary, whose ids are 0 to {vocab_size - 1}")
     if ids.size and ids.max() > np.iinfo(np.int64).max:
         raise ValueError(f"token ids must be less than 2**63, got {ids.max()}")

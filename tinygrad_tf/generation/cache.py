@@ -1,4 +1,6 @@
 """The KV cache: keys and values of past tokens, so that a new token costs one row of attention (guide 9.8)."""
+from numbers import Integral
+
 from ..autograd import constant
 from ..backend import array_module
 from ..dtypes import bool_
@@ -13,6 +15,8 @@ class KVCache:
 
     def __init__(self, num_layers, capacity):
         for name, value in ("num_layers", num_layers), ("capacity", capacity):
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"KVCache: {name} must be an integer, got {value!r} of type {type(value).__name__}")
             if value < 1:
                 raise ValueError(f"KVCache: {name} must be at least 1, got {value}")
         self.capacity, self.valid_tokens = capacity, None
@@ -86,9 +90,9 @@ class LayerCache:
 
 
 def _equal(one, other, length):
-    """Whether two masks [B, ≥ length] say the same of the first tokens; None = all real."""
+    """Whether two valid_tokens [B, ≥ length] say the same of the first tokens; None = all real."""
     if one is None or other is None:
-        return all(mask is None or bool(mask[:, :length].all()) for mask in (one, other))
+        return all(valid is None or bool(valid[:, :length].all()) for valid in (one, other))
     one, other = one[:, :length], other[:, :length].to(bool_)
     return one.shape == other.shape and bool((one == other).all())
 

@@ -2,8 +2,8 @@
 from contextlib import contextmanager
 from numbers import Integral
 
+from ..arguments import require_tensors
 from ..autograd import no_grad
-from ..models.common import check_tensors
 from ..ops.shape import cat
 from .cache import KVCache
 from .sampling import check_number, check_options, sample
@@ -29,7 +29,7 @@ def stream(model, prompt_ids, max_new_tokens, temperature=1.0, top_k=None, gener
     is in inference mode only while a token is computed: between two tokens its caller may train it, or leave.
     ValueError or TypeError, before the first token, for a prompt of another rank or without a token, and for bad options.
     """
-    check_tensors("generate", prompt_ids=prompt_ids)
+    require_tensors("generate", prompt_ids=prompt_ids)
     if prompt_ids.ndim != 2 or prompt_ids.shape[1] == 0:
         raise ValueError(f"generate: the prompt must be ids [B, T] with at least one token, got shape {tuple(prompt_ids.shape)}")
     check_number("generate", "max_new_tokens", max_new_tokens, Integral, "an integer")

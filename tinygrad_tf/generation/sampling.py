@@ -2,8 +2,8 @@
 from numbers import Integral, Real
 
 from .. import creation
+from ..arguments import require_tensors
 from ..dtypes import float32
-from ..models.common import check_tensors
 from ..ops.arithmetic import isfinite
 from ..ops.softmax import softmax
 
@@ -18,7 +18,7 @@ def sample(logits, temperature=1.0, top_k=None, generator=None):
     k < 1, for logits of another shape, and for a row that holds NaN or +inf or is all −inf; TypeError for other types.
     """
     check_options(temperature, top_k)
-    check_tensors("sample", logits=logits)
+    require_tensors("sample", logits=logits)
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"sample: logits must have shape [B, V_vocab] with at least one id to draw, got {tuple(logits.shape)}")
     largest = logits.amax(dim=-1, keepdim=True)

@@ -1,8 +1,8 @@
 """What the models share: first weights, positions in padded rows, the loss, and the checks of their inputs."""
 from .. import nn
+from ..arguments import optional_tensors, require_tensors
 from ..nn import functional as F
 from ..nn.positions import count_positions
-from ..tensor import Tensor
 
 
 def init_weights(module):
@@ -27,9 +27,12 @@ def next_token_loss(logits, targets):
 def check_inputs(model, token_ids, targets=None, valid_tokens=None, cache=None, position_ids=None):
     """How many tokens the cache holds; ValueError, and nothing is changed, where something does not fit `model`."""
     name = type(model).__name__
-    check_tensors(name, token_ids=token_ids, targets=targets, valid_tokens=valid_tokens, position_ids=position_ids)
+    require_tensors(name, token_ids=token_ids)
+    optional_tensors(name, targets=targets, valid_tokens=valid_tokens, position_ids=position_ids)
     if token_ids.ndim != 2:
         raise ValueError(f"{name}: token_ids must have shape [B, T], got {tuple(token_ids.shape)}")
+    if not (cache is None or hasattr(cache, "layers")):
+        raise TypeError(f"{name}: cache must be a generation.KVCache, which holds all layers, got {type(cache).__name__}")
     if cache is not None and len(cache.layers) != len(model.blocks):
         raise ValueError(f"{name}: the cache has {len(cache.layers)} layers, the model {len(model.blocks)}; build "
                          f"KVCache(num_layers={len(model.blocks)}, capacity={model.max_seq_len})")
@@ -49,13 +52,6 @@ def _check_targets(name, token_ids, targets):
         raise ValueError(f"{name}: a mean over targets needs at least one, got shape {tuple(targets.shape)}; leave targets out")
     if not (targets != -100).any():
         raise ValueError(f"{name}: targets are all -100: none counts, and their mean would be 0 / 0")
-
-
-def check_tensors(name, **arguments):
-    """TypeError for a list, an array or a number where a tensor is needed; None, where it is allowed, is left to the caller."""
-    for argument, value in arguments.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"{name}: {argument} must be a Tensor, got {type(value).__name__}; convert it with tinygrad_tf.tensor(...)")
 
 
 def check_length(model, B, T, valid_tokens=None, past=0):

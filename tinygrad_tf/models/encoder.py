@@ -1,10 +1,11 @@
 """The encoder-only model, which reads a sequence in both directions, and a classifier on top of it."""
 from .. import nn
+from ..arguments import optional_tensors, require_tensors
 from ..creation import ones
 from ..dtypes import bool_
 from ..nn import functional as F
 from ..nn.positions import InputEmbedding
-from .common import check_length, check_tensors, init_weights, positions_of
+from .common import check_length, init_weights, positions_of
 
 
 class Encoder(nn.Module):
@@ -32,7 +33,8 @@ class Encoder(nn.Module):
         Positions count from the first real token of each row, unless position_ids [B, T] says otherwise. Raises ValueError
         for shapes that do not fit, IndexError for ids outside the vocabulary.
         """
-        check_tensors("Encoder", tokens=tokens, valid_tokens=valid_tokens, position_ids=position_ids)
+        require_tensors("Encoder", tokens=tokens)
+        optional_tensors("Encoder", valid_tokens=valid_tokens, position_ids=position_ids)
         if tokens.ndim < 2:
             raise ValueError(f"Encoder: tokens must have shape [B, T] or [B, T, …], got {tuple(tokens.shape)}")
         B, T = tokens.shape[:2]

@@ -104,3 +104,6 @@ class EncoderDecoder(nn.Module):
         if not isinstance(source, Source) or source.states.shape[0] != target_ids.shape[0]:
             got = f"a batch of {source.states.shape[0]}" if isinstance(source, Source) else type(source).__name__
             raise ValueError(f"EncoderDecoder: source must be what encode() returned for a batch of {target_ids.shape[0]}, got {got}")
+        if len(source.keys_values) != len(self.blocks):
+            raise ValueError(f"EncoderDecoder: source has keys and values for {len(source.keys_values)} layers, the decoder has "
+                             f"{len(self.blocks)}; encode() with the model that decodes")

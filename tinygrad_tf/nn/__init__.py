@@ -3,6 +3,7 @@
 Reading order: module (the tree), layers, activations, losses, attention, positions, blocks; containers, init, functional
 and utils where you meet them.
 """
+from ..arguments import absent
 from . import functional, init, masks, utils
 from .activations import GELU, GLU, LeakyReLU, LogSoftmax, ReLU, ReLUSquared, Sigmoid, SiLU, Softmax, Tanh
 from .attention import MultiHeadAttention, MultiheadAttention
@@ -24,6 +25,4 @@ from .positions import (
     interleaved_to_half_split,
 )
 
-
-def __getattr__(name):
-    raise AttributeError(f"module 'tinygrad_tf.nn' has no attribute {name!r}; it has what Transformers need: docs/names.md lists it")
+__getattr__ = absent(__name__)

@@ -3,11 +3,22 @@ from . import functional as F
 from .module import Module
 
 
-class ReLU(Module):
+class _InPlace(Module):
+    """An activation that may write its result over x."""
+
+    def __init__(self, inplace=False):
+        super().__init__()
+        self.inplace = inplace
+
+    def extra_repr(self):
+        return "inplace=True" if self.inplace else ""
+
+
+class ReLU(_InPlace):
     """y = max(x, 0)"""
 
     def forward(self, x):
-        return F.relu(x)
+        return F.relu(x, self.inplace)
 
 
 class ReLUSquared(Module):
@@ -17,18 +28,18 @@ class ReLUSquared(Module):
         return F.relu_squared(x)
 
 
-class LeakyReLU(Module):
+class LeakyReLU(_InPlace):
     """y = x where x > 0, else negative_slope · x"""
 
-    def __init__(self, negative_slope=0.01):
-        super().__init__()
+    def __init__(self, negative_slope=0.01, inplace=False):
+        super().__init__(inplace)
         self.negative_slope = negative_slope
 
     def forward(self, x):
-        return F.leaky_relu(x, self.negative_slope)
+        return F.leaky_relu(x, self.negative_slope, self.inplace)
 
     def extra_repr(self):
-        return f"negative_slope={self.negative_slope}"
+        return f"negative_slope={self.negative_slope}" + (", inplace=True" if self.inplace else "")
 
 
 class GELU(Module):
@@ -45,11 +56,11 @@ class GELU(Module):
         return f"approximate={self.approximate!r}"
 
 
-class SiLU(Module):
+class SiLU(_InPlace):
     """y = x · σ(x)   (guide 10.3)"""
 
     def forward(self, x):
-        return F.silu(x)
+        return F.silu(x, self.inplace)
 
 
 class GLU(Module):

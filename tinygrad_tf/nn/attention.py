@@ -3,7 +3,10 @@
 A boolean mask of ours says what is there: `valid_tokens` (True = a real token), `allowed` (True = may attend).
 """
 import math
+from contextlib import contextmanager
+from numbers import Integral
 
+from ..arguments import optional_tensors, require_tensors
 from ..creation import empty, zeros
 from ..dtypes import bool_
 from ..ops.shape import cat
@@ -12,9 +15,9 @@ from . import functional as F
 from . import init
 from .layers import Linear
 from .masked_attention import check_added, visible, weigh
-from .masks import sliding_window_mod
+from .masks import described, sliding_window_mod
 from .module import Module, Parameter
-from .positions import count_positions
+from .positions import checked_positions, count_positions
 
 
 def split_heads(x, num_heads):
@@ -30,6 +33,9 @@ def join_heads(x):
 
 
 def _check_heads(dim, num_heads, num_kv_heads):
+    sizes = dim, num_heads, num_kv_heads
+    if not all(isinstance(n, Integral) for n in sizes):
+        raise TypeError(f"the numbers of features, heads and key heads must be whole numbers, got {', '.join(map(repr, sizes))}")
     if dim <= 0 or num_heads <= 0 or dim % num_heads:
         raise ValueError(f"positive dim must be divisible by positive num_heads, got dim={dim} and num_heads={num_heads}: every "
                          f"head takes dim / num_heads features")
@@ -68,6 +74,9 @@ class MultiHeadAttention(Module):
         if self.window is not None:
             sliding_window_mod(self.window)
         for part, name, wanted in (self.rope, "head_dim", self.head_dim), (self.relative_bias, "num_heads", self.num_heads):
+            if not (part is None or callable(part)):
+                raise TypeError(f"MultiHeadAttention: rope must be a module like RotaryEmbedding({self.head_dim}), and relative_bias one "
+                                f"like ALiBi({self.num_heads}), got {described(part)}")
             if getattr(part, name, wanted) != wanted:
                 raise ValueError(f"MultiHeadAttention: its {name} is {wanted}, but that of {part} is {getattr(part, name)}")
 
@@ -82,7 +91,7 @@ class MultiHeadAttention(Module):
         allowed                 True = may attend: [T, Tk], [B, 1, T, Tk] or [B, H, T, Tk]
         mask_mod, score_mod     functions of F.attention. A key is seen if all of these masks allow it: one twice is harmless
         cache                   an object with `length`, the number of tokens that it holds, and update(k, v), which appends
-                                [B, Hkv, T, Dh] and returns all keys and values. It is asked to only after all checks
+                                [B, Hkv, T, Dh] and returns all keys and values; a call that fails sets `length` back
         position_ids            of the new tokens, [T] or [B, T], for rope, and without a cache for relative_bias. By default tokens
                                 are counted, where valid_tokens is given the real ones alone
 
@@ -91,35 +100,38 @@ class MultiHeadAttention(Module):
         self._check_inputs(x, context, causal, cache)
         shape = (x.shape[0], self.num_heads, x.shape[1], self._number_of_keys(x, context, cache))
         valid_tokens = _checked_tokens(valid_tokens, shape, x.device)
-        _check_position_ids(position_ids, context, *x.shape[:2])
-        positions = None if self.rope is self.relative_bias is self.window is None else count_positions(shape[3], valid_tokens, x.device)
+        _check_position_ids(position_ids, context, x)
+        positions = count_positions(shape[3], valid_tokens, x.device) if self._uses_positions() else None
         restriction = self._restrict(shape, positions, valid_tokens, allowed, mask_mod, causal, x.device)
         bias = self._bias(shape, positions if position_ids is None or cache is not None else position_ids)
         q = split_heads(self.q_proj(x), self.num_heads)
         k, v = context if isinstance(context, tuple) else self.keys_and_values(x if context is None else context)
         if self.rope is not None:
-            at = positions[..., shape[3] - shape[2]:] if position_ids is None else position_ids
+            at = _of_queries(positions, shape) if position_ids is None else position_ids
             q, k = self.rope(q, at), self.rope(k, at)
-        if cache is not None:
-            k, v = cache.update(k, v)
-        out = F.attention(q, k, v, restriction, bias, score_mod=score_mod, dropout_p=self.dropout if self.training else 0.0,
-                          return_weights=return_weights)
+        with _unchanged_on_error(cache):
+            k, v = (k, v) if cache is None else cache.update(k, v)
+            out = F.attention(q, k, v, restriction, bias, score_mod=score_mod, dropout_p=self.dropout if self.training else 0.0,
+                              return_weights=return_weights)
         out, weights = out if return_weights else (out, None)
         out = self.out_proj(join_heads(out))
         if valid_tokens is not None and context is None:        # after the projection, whose bias would fill them again
-            out = out.masked_fill(~valid_tokens[:, -x.shape[1]:, None], 0.0)
+            out = out.masked_fill(~_of_queries(valid_tokens, shape)[..., None], 0.0)
         return (out, weights) if return_weights else out
 
     def keys_and_values(self, source):
         """(k, v), each [B, Hkv, Tk, Dh], of source [B, Tk, C], not turned by rope."""
         return split_heads(self.k_proj(source), self.num_kv_heads), split_heads(self.v_proj(source), self.num_kv_heads)
 
+    def _uses_positions(self):
+        return any(part is not None for part in (self.rope, self.relative_bias, self.window))
+
     def _number_of_keys(self, x, context, cache):
         if context is not None:
             return context[0].shape[2] if isinstance(context, tuple) else context.shape[1]
         if cache is None:
             return x.shape[1]
-        if not hasattr(cache, "length"):
+        if not (hasattr(cache, "length") and hasattr(cache, "update")):
             raise TypeError(f"MultiHeadAttention: a cache must have `length`, the number of tokens that it holds, and update(k, v), "
                             f"got {type(cache).__name__}; see generation.KVCache and its layer(i)")
         return cache.length + x.shape[1]
@@ -130,17 +142,17 @@ class MultiHeadAttention(Module):
             return visible(shape, allowed, mask_mod, causal, self.window, device=device)
         keys = valid_tokens[:, None, None, :]
         if self.window is not None:             # of real tokens: padding between them takes no place in it
-            at = positions[:, None, shape[3] - shape[2]:, None], positions[:, None, None, :]
+            at = _of_queries(positions, shape)[:, None, :, None], positions[:, None, None, :]
             keys = keys & sliding_window_mod(self.window)(None, None, *at)
         rest = visible(shape, allowed, mask_mod, causal or self.window is not None, device=device)
         return keys if rest is None else keys & rest
 
     def _bias(self, shape, positions):
-        """What relative_bias adds to the scores, to broadcast over shape = [B, H, T, Tk]; the queries are the last T of the keys."""
+        """What relative_bias adds to the scores, to broadcast over shape = [B, H, T, Tk]."""
         if self.relative_bias is None:
             return None
-        bias = self.relative_bias(positions[..., shape[3] - shape[2]:], positions)
-        bias = bias[None] if bias.ndim == 3 else bias
+        bias = self.relative_bias(_of_queries(positions, shape), positions)
+        bias = bias[None] if isinstance(bias, Tensor) and bias.ndim == 3 else bias
         check_added("relative_bias", bias, shape)
         return bias
 
@@ -155,7 +167,7 @@ class MultiHeadAttention(Module):
         elif context.ndim != 3 or context.shape[0] != x.shape[0] or context.shape[-1] != self.dim:
             raise ValueError(f"MultiHeadAttention: context must be [B, Tk, C] with B={x.shape[0]} and C={self.dim}, got "
                              f"{tuple(context.shape)}")
-        if causal or cache is not None or not self.rope is self.relative_bias is self.window is None:
+        if causal or cache is not None or self._uses_positions():
             raise ValueError("MultiHeadAttention: `causal`, `cache`, `window`, `rope` and `relative_bias` are for self-attention, but "
                              "`context` was given: its positions are those of another sequence; pass `allowed` to restrict what is seen")
 
@@ -164,23 +176,33 @@ class MultiHeadAttention(Module):
         return shown if self.window is None else f"{shown}, window={self.window}"
 
 
+def _of_queries(positions, shape):
+    """Where the queries stand: they are the last T of the Tk keys.    [..., Tk] → [..., T],  shape = [B, H, T, Tk]"""
+    return positions[..., shape[3] - shape[2]:]
+
+
+@contextmanager
+def _unchanged_on_error(cache):
+    """Within it, an error makes the cache forget what came meanwhile: a score_mod runs when the keys are already in."""
+    past = None if cache is None else cache.length
+    try:
+        yield
+    except BaseException:
+        if cache is not None:
+            cache.length = past
+        raise
+
+
 def _check_types(x, context, causal):
     if not isinstance(x, Tensor):
         raise TypeError(f"MultiHeadAttention: x must be a float tensor [B, T, C], got {type(x).__name__}")
     if not isinstance(causal, bool):
-        raise TypeError(f"MultiHeadAttention: causal must be a bool, True or False, got {_kind(causal)}; this layer is called as "
+        raise TypeError(f"MultiHeadAttention: causal must be a bool, True or False, got {described(causal)}; this layer is called as "
                         f"(x, context=None, causal=False), and PyTorch's nn.MultiheadAttention, with a small h, as (query, key, value)")
     for part in context if isinstance(context, tuple) else (context,):
         if not (isinstance(part, Tensor) or context is None):
             raise TypeError(f"MultiHeadAttention: context must be a tensor [B, Tk, C], or the pair (k, v) from keys_and_values, got "
-                            f"{_kind(context)}")
-
-
-def _kind(x):
-    """What x is, in an error."""
-    if isinstance(x, tuple):
-        return f"({', '.join(map(_kind, x))})"
-    return f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"{x!r:.40} ({type(x).__name__})"
+                            f"{described(context)}")
 
 
 def _check_pair(pair, B, Hkv, Dh):
@@ -196,26 +218,22 @@ def _checked_tokens(valid_tokens, shape, device):
     if valid_tokens is None:
         return None
     if not isinstance(valid_tokens, Tensor):
-        raise TypeError(f"MultiHeadAttention: valid_tokens must be a boolean tensor [B, Tk], True = real, got {_kind(valid_tokens)}")
+        raise TypeError(f"MultiHeadAttention: valid_tokens must be a boolean tensor [B, Tk], True = real, got {described(valid_tokens)}")
     if tuple(valid_tokens.shape) != (B, Tk):
         raise ValueError(f"valid_tokens must have shape [B,T] = [{B}, {Tk}], one entry for each key (cached ones included), got "
                          f"{tuple(valid_tokens.shape)}")
     if valid_tokens.dtype is not bool_ and not ((valid_tokens == 0) | (valid_tokens == 1)).all():
         raise ValueError(f"MultiHeadAttention: valid_tokens must be boolean, True = a real token, or 0 and 1, got other numbers in "
-                         f"{_kind(valid_tokens)}; a mask that is added to the scores is the `bias` of F.attention")
+                         f"{described(valid_tokens)}; a mask that is added to the scores is the `bias` of F.attention")
     return valid_tokens.to(device=device, dtype=bool_)
 
 
-def _check_position_ids(position_ids, context, B, T):
+def _check_position_ids(position_ids, context, x):
     if position_ids is None:
         return
     if context is not None:
         raise ValueError("MultiHeadAttention: `position_ids` are for self-attention, but `context` was given")
-    if not isinstance(position_ids, Tensor):
-        raise TypeError(f"MultiHeadAttention: position_ids must be a tensor of whole numbers, [T] or [B, T], got {_kind(position_ids)}")
-    if tuple(position_ids.shape) not in ((T,), (1, T), (B, T)):
-        raise ValueError(f"MultiHeadAttention: position_ids must have shape [T] or [B, T], T={T} new tokens and B={B}, got "
-                         f"{tuple(position_ids.shape)}")
+    checked_positions("MultiHeadAttention", x, position_ids)
 
 
 class MultiheadAttention(Module):
@@ -264,6 +282,8 @@ class MultiheadAttention(Module):
         key_padding_mask [B, Tk] and attn_mask ([Tq, Tk] or [B · H, Tq, Tk]): boolean, True = blocked, or float, added.
         Without a batch, query is [Tq, C] and every B above is left out. `is_causal` is a hint, and needs attn_mask.
         """
+        require_tensors("MultiheadAttention", query=query, key=key, value=value)
+        optional_tensors("MultiheadAttention", key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         if is_causal and attn_mask is None:
             raise RuntimeError("MultiheadAttention: is_causal=True needs attn_mask: it only says that the mask is causal; pass "
                                "attn_mask=ones(Tq, Tk, dtype=bool).triu(1)")
@@ -273,12 +293,12 @@ class MultiheadAttention(Module):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         q, k, v = self._project(query, key, value)
-        mask = self._merge_masks(attn_mask, key_padding_mask, q, key.shape[1], k.shape[2])
+        attn_mask = self._merge_masks(attn_mask, key_padding_mask, q, key.shape[1], k.shape[2])
         dropout = self.dropout if self.training else 0.0
         if need_weights:
-            out, weights = weigh(q, k, v, mask, dropout)
+            out, weights = weigh(q, k, v, attn_mask, dropout)
         else:
-            weights, out = None, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+            weights, out = None, F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout)
         out = self.out_proj(join_heads(out))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
@@ -339,15 +359,16 @@ class MultiheadAttention(Module):
         return ~F.pad(blocked, (0, all_keys - Tk))
 
 
-def _check_mask(name, mask, shape):
-    if mask.dtype is not bool_ and not mask.is_floating_point():
-        raise RuntimeError(f"MultiheadAttention: {name} must be boolean (True = blocked) or floating point (added), got {mask.dtype}")
-    if tuple(mask.shape) != shape:
-        raise RuntimeError(f"MultiheadAttention: {name} must have shape {shape}, got {tuple(mask.shape)}")
+def _check_mask(name, restriction, shape):
+    if restriction.dtype is not bool_ and not restriction.is_floating_point():
+        raise RuntimeError(f"MultiheadAttention: {name} must be boolean (True = blocked) or floating point (added), got "
+                           f"{restriction.dtype}")
+    if tuple(restriction.shape) != shape:
+        raise RuntimeError(f"MultiheadAttention: {name} must have shape {shape}, got {tuple(restriction.shape)}")
 
 
-def _as_added(mask, dtype):
-    """A boolean mask as numbers to add: −inf where blocked."""
-    if mask.is_floating_point():
-        return mask.to(dtype)
-    return zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+def _as_added(restriction, dtype):
+    """True = blocked as numbers to add: −inf where blocked. What is added already stays."""
+    if restriction.is_floating_point():
+        return restriction.to(dtype)
+    return zeros(restriction.shape, dtype=dtype, device=restriction.device).masked_fill(restriction, -math.inf)

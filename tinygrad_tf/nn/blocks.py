@@ -51,9 +51,11 @@ class TransformerBlock(Module):
         self.norm1, self.norm2 = NORMS[norm](dim, bias=bias), NORMS[norm](dim, bias=bias)
         self.dropout = Dropout(dropout)
 
-    def forward(self, x, causal=False, valid_tokens=None, allowed=None, cache=None, **options):
-        """The arguments are those of `MultiHeadAttention`; options: position_ids, mask_mod, score_mod."""
-        visible = {"causal": causal, "valid_tokens": valid_tokens, "allowed": allowed, "cache": cache, **options}
+    def forward(self, x, causal=False, valid_tokens=None, allowed=None, cache=None, *, position_ids=None, mask_mod=None,
+                score_mod=None):
+        """The arguments are those of `MultiHeadAttention`, whose weights `attention(…, return_weights=True)` returns."""
+        visible = {"causal": causal, "valid_tokens": valid_tokens, "allowed": allowed, "cache": cache, "position_ids": position_ids,
+                   "mask_mod": mask_mod, "score_mod": score_mod}
         if self.norm_first:
             x = x + self.dropout(self.attention(self.norm1(x), **visible))
             return x + self.dropout(self.ffn(self.norm2(x)))

@@ -3,7 +3,7 @@ from collections import OrderedDict
 from itertools import groupby
 
 from ..tensor import Tensor
-from .module import Module, Parameter, _indent
+from .module import Module, Parameter, indent
 
 
 class _Numbered(Module):
@@ -105,7 +105,7 @@ class ModuleList(_Numbered):
             name, count = str(numbers[0]), ""
             if len(numbers) > 1:
                 name, count = f"{numbers[0]}-{numbers[-1]}", f"{len(numbers)} x "
-            lines.append(f"({name}): {count}{_indent(text)}")
+            lines.append(f"({name}): {count}{indent(text)}")
         return lines
 
 

@@ -1,6 +1,6 @@
 """Every operation of a network as a function, under PyTorch's names. They live in `ops/`, and
 `attention` in `masked_attention`; this is the list."""
-from ..arguments import publish
+from ..arguments import absent, publish
 from ..ops.activation import gelu, glu, leaky_relu, relu, relu_squared, silu, softplus
 from ..ops.arithmetic import sigmoid, tanh
 from ..ops.attention import scaled_dot_product_attention
@@ -15,3 +15,4 @@ from ..ops.softmax import log_softmax, softmax
 from .masked_attention import attention
 
 publish(globals())
+__getattr__ = absent(__name__)

@@ -7,6 +7,7 @@ A sum of fan_in terms with independent weights of variance σ² has fan_in · σ
 import math
 import warnings
 
+from ..arguments import publish
 from ..autograd import no_grad
 from ..creation import eye, ones_like
 
@@ -137,3 +138,6 @@ def _kaiming_std(tensor, a, mode, nonlinearity):
     if str(mode).lower() not in fans:
         raise ValueError(f"Mode {mode} not supported, please use one of ['fan_in', 'fan_out']")
     return calculate_gain(nonlinearity, a) / math.sqrt(max(fans[str(mode).lower()], 1))
+
+
+publish(globals())

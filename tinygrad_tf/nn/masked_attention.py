@@ -5,11 +5,11 @@ from operator import and_
 
 from ..creation import promote_types
 from ..dtypes import bool_, float32
-from ..ops.attention import attention_weights, scaled_dot_product_attention
+from ..ops.attention import attention_weights, checked_scale, scaled_dot_product_attention
 from ..ops.dropout import dropout
 from ..ops.index import where
 from ..tensor import Tensor
-from .masks import causal_mod, evaluate, first_query, indices, sliding_window_mod
+from .masks import broadcasts_to, causal_mod, described, evaluate, first_query, indices, sliding_window_mod
 
 
 def attention(query, key, value, allowed=None, bias=None, mask_mod=None, score_mod=None, causal=False, window=None, dropout_p=0.0,
@@ -28,13 +28,16 @@ def attention(query, key, value, allowed=None, bias=None, mask_mod=None, score_m
     A query that sees no key gets zeros, and sends no gradient. ValueError or TypeError for what does not fit.
     """
     _check_heads(query, key, value)
+    if not isinstance(causal, bool):
+        raise TypeError(f"attention: causal must be a bool, True or False, got {described(causal)}; a mask goes to `allowed`")
     shape = (*query.shape[:3], key.shape[2])
     restriction = visible(shape, allowed, mask_mod, causal, window, query_offset, query.device)
     check_added("bias", bias, shape)
     if score_mod is not None:
         scores = _scores(query, key, scale, score_mod, shape, query_offset, restriction)
         bias = scores if bias is None else scores + bias
-        query, key, scale = query.detach()[..., :0], key.detach()[..., :0], 1.0     # no features: 0 + the scores that there are
+        # What follows computes softmax(Q Kᵀ + bias) V. Here all scores are in `bias`: Q and K go on without features, so Q Kᵀ = 0.
+        query, key, scale = query.detach()[..., :0], key.detach()[..., :0], 1.0
     to_add = restriction
     if bias is not None:
         bias = bias.to(promote_types(query.dtype, float32))
@@ -83,7 +86,7 @@ def visible(shape, allowed=None, mask_mod=None, causal=False, window=None, query
 
 def _scores(query, key, scale, score_mod, shape, query_offset, restriction):
     """score_mod(scale · Q Kᵀ, …), at least in float32.    [B, H, Tq, Tk]"""
-    scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+    scale = checked_scale(query, scale)
     if query.element_size() < 4:
         query, key = query.float(), key.float()
     scores = _products(query * scale, key)
@@ -94,7 +97,7 @@ def _scores(query, key, scale, score_mod, shape, query_offset, restriction):
     scores = score_mod(scores, *indices(shape, query_offset, query.device))
     if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
         raise ValueError(f"attention: score_mod must return scores of the shape that it gets, [B, H, Tq, Tk] = {list(shape)}, got "
-                         f"{tuple(getattr(scores, 'shape', [type(scores).__name__]))}")
+                         f"{described(scores)}")
     check_added("the result of score_mod", scores, shape)
     return scores
 
@@ -116,8 +119,8 @@ def _check_heads(query, key, value):
 
 def _checked_allowed(allowed, shape):
     if not isinstance(allowed, Tensor) or allowed.dtype is not bool_:
-        raise TypeError(f"attention: allowed must be a boolean tensor (True = may attend), got "
-                        f"{getattr(allowed, 'dtype', type(allowed).__name__)}; numbers that are added to the scores are `bias`")
+        raise TypeError(f"attention: allowed must be a boolean tensor (True = may attend), got {described(allowed)}; numbers that are "
+                        f"added to the scores are `bias`")
     _check_broadcast("allowed", allowed, shape)
     return allowed
 
@@ -127,12 +130,12 @@ def check_added(name, x, shape):
     if x is None:
         return
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"attention: {name} must be a float tensor, which is added to the scores, got "
-                        f"{getattr(x, 'dtype', type(x).__name__)}; a boolean mask (True = may attend) is `allowed`")
+        raise TypeError(f"attention: {name} must be a float tensor, which is added to the scores, got {described(x)}; a boolean mask "
+                        f"(True = may attend) is `allowed`")
     _check_broadcast(name, x, shape)
 
 
 def _check_broadcast(name, x, shape):
-    if x.ndim not in (2, 4) or any(n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1])):
+    if x.ndim not in (2, 4) or not broadcasts_to(x.shape, shape):
         raise ValueError(f"attention: {name} must broadcast to [B, H, Tq, Tk] = {list(shape)} with 2 or 4 axes, got {tuple(x.shape)}; for "
                          f"[B, Tq, Tk] insert the heads' axis: {name}[:, None]")

@@ -11,6 +11,7 @@ is not takes a kernel that knows the pattern (guide 2.2).
 from functools import reduce
 from operator import and_, index, or_
 
+from ..autograd import constant
 from ..creation import arange, as_tensor, eye, ones
 from ..dtypes import bool_, float32
 from ..tensor import Tensor
@@ -48,7 +49,7 @@ def block_sparse_mod(block_size, blocks):
 
     def block_sparse(b, h, q_idx, kv_idx):
         q_block, kv_block = q_idx // block_size, kv_idx // block_size
-        return blocks(q_block, kv_block) if callable(blocks) else blocks.to(q_idx.device)[q_block, kv_block]
+        return blocks(q_block, kv_block) if callable(blocks) else _look_up("block_sparse", blocks, q_block, kv_block)
     return block_sparse
 
 
@@ -69,7 +70,7 @@ def global_token_mod(radius, global_tokens, causal=False):
 def padding_mod(valid_tokens):
     """valid_tokens[b, j]: real keys are seen, also by padded queries.    valid_tokens: bool [B, Tk]        (guide 9.6)"""
     _require_bool("padding: valid_tokens", valid_tokens, "[B, T]")
-    return lambda b, h, q_idx, kv_idx: valid_tokens.to(kv_idx.device)[b, kv_idx]
+    return lambda b, h, q_idx, kv_idx: _look_up("padding", valid_tokens, b, kv_idx)
 
 
 def packing_mod(segment_ids, causal=True):
@@ -78,11 +79,10 @@ def packing_mod(segment_ids, causal=True):
     segment_ids: int [B, T]. A negative number marks padding: it sees nothing, and nothing sees it.
     """
     if not isinstance(segment_ids, Tensor) or segment_ids.ndim != 2 or segment_ids.is_floating_point():
-        raise ValueError(f"packing: segment_ids must be whole numbers [B, T], one for each token, got {_described(segment_ids)}")
+        raise ValueError(f"packing: segment_ids must be whole numbers [B, T], one for each token, got {described(segment_ids)}")
 
     def packing(b, h, q_idx, kv_idx):
-        segments = segment_ids.to(q_idx.device)
-        mine, theirs = segments[b, q_idx], segments[b, kv_idx]
+        mine, theirs = (_look_up("packing", segment_ids, b, idx) for idx in (q_idx, kv_idx))
         same = (mine == theirs) & (mine >= 0)
         return same & (kv_idx <= q_idx) if causal else same
     return packing
@@ -162,7 +162,7 @@ def evaluate(mod, shape, query_offset=None, device=None):
     """The bool tensor of a mod at all of [B, H, Tq, Tk], as small as the mod makes it; what is not one raises."""
     found = mod(*indices(shape, query_offset, device))
     _require_bool("mask_mod", found)
-    if found.ndim > 4 or any(n not in (1, m) for n, m in zip(found.shape[::-1], shape[::-1])):
+    if not broadcasts_to(found.shape, shape):
         raise ValueError(f"mask_mod: must return what broadcasts to [B, H, Tq, Tk] = {list(shape)}, got {tuple(found.shape)}; combine its "
                          f"arguments b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [Tq, 1] and kv_idx [1, Tk] by broadcasting")
     return found
@@ -171,9 +171,15 @@ def evaluate(mod, shape, query_offset=None, device=None):
 def indices(shape, query_offset=None, device=None):
     """(b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [Tq, 1], kv_idx [1, Tk]): what a mod is called with."""
     B, H, Tq, Tk = shape
-    first = first_query(Tq, Tk, query_offset)
-    b, h, keys = (arange(n, device=device) for n in (B, H, Tk))
-    return b[:, None, None, None], h[None, :, None, None], arange(first, first + Tq, device=device)[:, None], keys[None]
+
+    def axis(start, n, *sizes):                 # reshaped as an array: no step of a model, and so no row in its trace
+        return constant(arange(start, start + n, device=device).array.reshape(sizes))
+    return axis(0, B, B, 1, 1, 1), axis(0, H, 1, H, 1, 1), axis(first_query(Tq, Tk, query_offset), Tq, Tq, 1), axis(0, Tk, 1, Tk)
+
+
+def broadcasts_to(shape, full):
+    """True where an array of this shape can be repeated to one of shape `full`."""
+    return len(shape) <= len(full) and all(n in (1, m) for n, m in zip(shape[::-1], full[::-1]))
 
 
 def first_query(Tq, Tk, query_offset):
@@ -214,6 +220,15 @@ def _plane(mod, Tq, Tk, query_offset, device):
     return evaluate(mod, (1, 1, Tq, Tk), query_offset, device)
 
 
+def _look_up(op, table, rows, columns):
+    """table[rows, columns]; IndexError for a negative place, which would otherwise be counted from the end of the table."""
+    first = min((int(places.array.min()) for places in (rows, columns) if places.numel()), default=0)
+    if first < 0:
+        raise IndexError(f"{op}: a query stands before the first key, at place {first}, and what is told of it is nowhere; are there more "
+                         f"queries than keys, or is query_offset negative?")
+    return table.to(columns.device)[rows, columns]
+
+
 def _combined(operation, mods):
     if not mods:
         raise ValueError("and_masks and or_masks need at least one mod")
@@ -224,15 +239,16 @@ def _member_of(global_tokens):
     """A function of positions: is it a global one?"""
     tokens = _positions(global_tokens)
     if isinstance(tokens, range):
-        return lambda idx: idx < len(tokens)
+        return lambda idx: (idx >= 0) & (idx < len(tokens))
     return lambda idx: (idx.unsqueeze(-1) == as_tensor(tokens, dtype=idx.dtype, device=idx.device)).any(dim=-1)
 
 
 def _positions(global_tokens):
     """The global tokens as a range (for a number) or a list of whole numbers ≥ 0."""
-    if isinstance(global_tokens, (Tensor, list, tuple, range)):
-        listed = global_tokens.tolist() if isinstance(global_tokens, Tensor) else global_tokens
-        return [_at_least("global_token", "each of global_tokens", g, 0) for g in listed]
+    if isinstance(global_tokens, Tensor):
+        global_tokens = global_tokens.tolist()
+    if isinstance(global_tokens, (list, tuple, range)):
+        return [_at_least("global_token", "each of global_tokens", g, 0) for g in global_tokens]
     return range(_at_least("global_token", "global_tokens", global_tokens, 0))
 
 
@@ -254,10 +270,13 @@ def _at_least(op, name, value, least):
 
 def _require_bool(what, x, shape=None):
     if not isinstance(x, Tensor) or x.dtype is not bool_:
-        raise TypeError(f"{what} must be a bool tensor (True = may attend, or is real), got {_described(x)}; compare, or .bool()")
+        raise TypeError(f"{what} must be a bool tensor (True = may attend, or is real), got {described(x)}; compare, or .bool()")
     if shape is not None and x.ndim != 2:
         raise ValueError(f"{what} must have shape {shape}, got {tuple(x.shape)}")
 
 
-def _described(x):
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+def described(x):
+    """What x is, in an error."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(described, x))})"
+    return f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"{x!r:.40} ({type(x).__name__})"

@@ -7,10 +7,9 @@ import itertools
 from collections import OrderedDict, namedtuple
 
 from ..autograd import no_grad
-from ..backend import device as Device
 from ..backend import is_writable
 from ..dtypes import as_dtype
-from ..tensor import Tensor
+from ..tensor import Tensor, device_and_dtype
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -49,7 +48,7 @@ def _join(prefix, name):
     return f"{prefix}.{name}" if prefix else name
 
 
-def _indent(text):
+def indent(text):
     """Every line but the first two spaces further to the right."""
     return text.replace("\n", "\n  ")
 
@@ -332,7 +331,7 @@ class Module:
 
         A dtype changes floating-point tensors only, and must be one itself (TypeError). Returns self.
         """
-        device, dtype = _device_and_dtype(*args, **kwargs)
+        device, dtype = _checked_device_and_dtype(*args, **kwargs)
         return self._apply(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
 
     def float(self):
@@ -411,7 +410,7 @@ class Module:
         return ""
 
     def _child_lines(self):
-        return [f"({name}): {_indent(repr(child))}" for name, child in self._modules.items()]
+        return [f"({name}): {indent(repr(child))}" for name, child in self._modules.items()]
 
     def __repr__(self):
         own, lines = self.extra_repr(), self._child_lines()
@@ -420,15 +419,9 @@ class Module:
         return f"{self._get_name()}(\n  " + "\n  ".join([line for line in own.split("\n") if line] + lines) + "\n)"
 
 
-def _device_and_dtype(*args, device=None, dtype=None, non_blocking=False):
-    """What the arguments of `Module.to` ask for; None for what they leave as it is."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            device, dtype = arg.device, arg.dtype
-        elif isinstance(arg, (str, Device)):
-            device = arg
-        elif arg is not None:
-            dtype = arg
+def _checked_device_and_dtype(*args, device=None, dtype=None, non_blocking=False):
+    """`device_and_dtype`; TypeError for a dtype that no parameter can have."""
+    device, dtype = device_and_dtype(args, device, dtype)
     dtype = None if dtype is None else as_dtype(dtype)
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"Module.to only accepts floating point dtypes, got {dtype}")

@@ -8,12 +8,14 @@ added to the scores        ALiBi, T5RelativeBias                                
 and the positions of the new tokens where a cache holds the older ones.
 """
 import math
+from numbers import Integral
 
 import numpy as np
 
 from .. import creation
-from ..autograd import array_of, constant
-from ..backend import array_module, at_least_float32, to_device
+from ..arguments import require_tensors
+from ..autograd import constant
+from ..backend import array_module, at_least_float32, first_outside, to_device
 from ..dtypes import bool_, get_default_dtype, int64
 from ..ops.rotary import check_layout, check_rotary_dim, half_split_to_interleaved, interleaved_to_half_split, rotary  # noqa: F401
 from ..tensor import Tensor
@@ -52,6 +54,7 @@ class InputEmbedding(Module):
         self.position = position
 
     def forward(self, token_ids, position_ids=None):
+        require_tensors("InputEmbedding", token_ids=token_ids)
         if token_ids.ndim != 2:
             raise ValueError(f"InputEmbedding: token_ids must have shape [B, T], got {tuple(token_ids.shape)}")
         x = self.token(token_ids)
@@ -80,6 +83,7 @@ class SinusoidalPositionEncoding(Module):
         if dim <= 0 or dim % 2:
             raise ValueError(f"SinusoidalPositionEncoding: sinusoidal encoding requires an even dim, got {dim}: each frequency takes "
                              f"two features, a sine and a cosine")
+        _check_rows("SinusoidalPositionEncoding", max_seq_len)
         angles = np.outer(np.arange(max_seq_len), _frequencies(dim, 10000.0))
         pe = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(1, max_seq_len, dim)
         self.register_buffer("pe", creation.tensor(pe, dtype=get_default_dtype()), persistent=False)
@@ -94,16 +98,24 @@ def _frequencies(R, base):
     return base ** (-np.arange(0, R, 2) / R)
 
 
+def _check_rows(op, max_seq_len):
+    if not isinstance(max_seq_len, Integral):
+        raise TypeError(f"{op}: max_seq_len must be a whole number, got {max_seq_len!r}")
+    if max_seq_len < 0:
+        raise ValueError(f"{op}: max_seq_len must be ≥ 0, got {max_seq_len}")
+
+
 def _positions_in_table(op, x, position_ids, rows, dim):
     """The positions of x as ids into a table [rows, dim]; 0 … T−1 where none are given."""
+    require_tensors(op, x=x)
     if x.ndim != 3 or x.shape[-1] != dim:
         raise ValueError(f"{op}: x must be [B, T, C] with C={dim}, got {tuple(x.shape)}")
-    positions = _checked_positions(op, x, position_ids)
+    positions = checked_positions(op, x, position_ids)
     _check_range(op, positions.array, rows)
     return positions
 
 
-def _checked_positions(op, x, position_ids):
+def checked_positions(op, x, position_ids):
     """position_ids of x [B, …, T, ·] as int64 on its device; 0 … T−1 for None."""
     B, T = x.shape[0], x.shape[-2]
     if position_ids is None:
@@ -120,8 +132,7 @@ def _check_ids(name, ids):
 
 
 def _check_range(op, positions, rows):
-    if positions.size and (positions.min() < 0 or positions.max() >= rows):
-        bad = int(positions[(positions < 0) | (positions >= rows)].reshape(-1)[0])
+    if (bad := first_outside(positions, rows)) is not None:
         raise IndexError(f"{op}: position {bad} is out of range for max_seq_len {rows}: the table has rows 0 to {rows - 1}; make "
                          f"max_seq_len larger, or pass fewer tokens")
 
@@ -133,7 +144,7 @@ class RotaryEmbedding(Module):
 
     Applied to q and k, never to v: (turned q_m) · (turned k_n) depends on m − n alone. `layout` says which features are a
     pair: "interleaved" (the guide) or "half_split" (published Llama weights). Only the first `rotary_dim` = R features are
-    turned where it is given. Positions have no limit: the tables of cos and sin, made in float64, grow as needed.
+    turned where it is given. The tables of cos and sin, made in float64, grow as needed; ValueError for positions from 2⁵³ on.
 
     `scaling` stretches the context by s = factor:  {"type": "linear" | "ntk" | "yarn", "factor": s, …}
         linear    θ / s                                                   (position interpolation, arXiv 2306.15595)
@@ -144,6 +155,7 @@ class RotaryEmbedding(Module):
     def __init__(self, head_dim, base=10000.0, layout="interleaved", max_seq_len=2048, scaling=None, rotary_dim=None):
         super().__init__()
         check_layout("RotaryEmbedding", layout)
+        _check_rows("RotaryEmbedding", max_seq_len)
         if not 1 < base < math.inf:
             raise ValueError(f"RotaryEmbedding: base must be a number above 1: pair i turns by base^(−2i/R) per position; got {base}")
         self.head_dim, self.rotary_dim = head_dim, check_rotary_dim("RotaryEmbedding", head_dim, rotary_dim)
@@ -153,6 +165,7 @@ class RotaryEmbedding(Module):
 
     def forward(self, x, position_ids=None, offset=0):
         """x turned. The first token stands at `offset` (the length of the cache), or each where position_ids says."""
+        require_tensors("RotaryEmbedding", x=x)
         if x.ndim < 2 or x.shape[-1] != self.head_dim:
             raise ValueError(f"RotaryEmbedding: x must be [B, H, T, Dh] with Dh={self.head_dim}, got {tuple(x.shape)}; split the heads "
                              f"first")
@@ -161,14 +174,14 @@ class RotaryEmbedding(Module):
         elif offset:
             raise ValueError(f"RotaryEmbedding: position_ids are absolute positions; pass them or offset={offset}, not both")
         else:
-            cos, sin = self._rows_at(x, _checked_positions("RotaryEmbedding", x, position_ids))
+            cos, sin = self._rows_at(x, checked_positions("RotaryEmbedding", x, position_ids))
         return rotary(x, cos, sin, self.layout)
 
     def _rows_from(self, x, offset):
         """cos and sin of T positions in a row, as views of the tables.    [T, R/2]"""
         if not isinstance(offset, (int, np.integer)) or offset < 0:
             raise ValueError(f"RotaryEmbedding: offset must be a whole number ≥ 0, the position of the first token, got {offset!r}")
-        end = offset + x.shape[-2]
+        end = _checked_end(int(offset) + x.shape[-2])
         if end > LONGEST_TABLE:
             return self._turns(x, array_module(x.array).arange(offset, end))
         return tuple(constant(table[offset:end]) for table in self._table(x, end))
@@ -181,7 +194,7 @@ class RotaryEmbedding(Module):
         if positions.size and positions.min() < 0:
             raise ValueError(f"RotaryEmbedding: positions must be ≥ 0, got {int(positions.min())}; does a padded row count from below 0? "
                              f"clamp it: its tokens are not seen")
-        end = int(positions.max()) + 1 if positions.size else 0
+        end = _checked_end(int(positions.max()) + 1 if positions.size else 0)
         if end > LONGEST_TABLE:
             return self._turns(x, positions)
         return tuple(constant(table[positions]) for table in self._table(x, end))
@@ -191,7 +204,7 @@ class RotaryEmbedding(Module):
         key = str(at_least_float32(x.array[:0]).dtype), str(x.device)
         known = self._tables.get(key)
         if known is None or len(known[0]) < length:
-            rows = max(self.max_seq_len, 1 << max(length - 1, 0).bit_length())        # doubled: decoding adds one at a time
+            rows = max(min(self.max_seq_len, LONGEST_TABLE), 1 << max(length - 1, 0).bit_length())    # doubled: decoding adds one at a time
             known = self._tables[key] = tuple(t.array for t in self._turns(x, array_module(x.array).arange(rows)))
         return known
 
@@ -208,6 +221,14 @@ class RotaryEmbedding(Module):
 
 
 LONGEST_TABLE = 1 << 20                         # beyond it cos and sin are computed for the positions at hand, and not kept
+
+def _checked_end(end):
+    """end, the number of positions up to the last; ValueError where float64, which angles are made in, no longer tells all apart."""
+    if end > 1 << 53:
+        raise ValueError(f"RotaryEmbedding: position {end - 1} is not below 2**53, from where on float64 does not tell all apart; "
+                         f"only differences of positions matter: subtract the smallest")
+    return end
+
 
 SCALINGS = {"linear": (), "ntk": (), "yarn": ("original_max_seq_len", "alpha", "beta", "ramp", "attention_factor")}
 
@@ -325,10 +346,7 @@ class T5RelativeBias(Module):
 
     def __init__(self, num_heads, num_buckets=32, max_distance=128, bidirectional=True):
         super().__init__()
-        near = num_buckets // (4 if bidirectional else 2)
-        if near < 1 or num_buckets % (2 if bidirectional else 1) or max_distance <= near:
-            raise ValueError(f"T5RelativeBias: num_buckets must be even and ≥ 4 if bidirectional, else ≥ 2, and max_distance beyond the "
-                             f"buckets of one distance each ({near}), got num_buckets={num_buckets}, max_distance={max_distance}")
+        _check_buckets(num_buckets, max_distance, bidirectional)
         self.num_heads, self.num_buckets, self.max_distance, self.bidirectional = num_heads, num_buckets, max_distance, bidirectional
         self.table = Embedding(num_buckets, num_heads)
         init.normal_(self.table.weight, std=0.02)
@@ -342,13 +360,24 @@ class T5RelativeBias(Module):
         return f"{self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, bidirectional={self.bidirectional}"
 
 
+def _check_buckets(num_buckets, max_distance, bidirectional):
+    if not (isinstance(num_buckets, Integral) and isinstance(max_distance, Integral)):
+        raise TypeError(f"T5RelativeBias: num_buckets and max_distance must be whole numbers, got {num_buckets!r} and {max_distance!r}")
+    near = num_buckets // (4 if bidirectional else 2)
+    if near < 1 or num_buckets % (2 if bidirectional else 1) or max_distance <= near:
+        raise ValueError(f"T5RelativeBias: num_buckets must be even and ≥ 4 if bidirectional, else ≥ 2, and max_distance beyond the "
+                         f"buckets of one distance each ({near}), got num_buckets={num_buckets}, max_distance={max_distance}")
+
+
 def t5_bucket(steps, num_buckets=32, max_distance=128, bidirectional=True):
     """The bucket of each j − i in `steps`, whole numbers of any shape.      (T5, arXiv 1910.10683, 2.1)
 
     d = i − j if that is > 0 (bidirectional: |i − j|), n buckets for a direction, e = n / 2 of them exact:
     d < e: d;    else e + ⌊ln(d / e) / ln(max_distance / e) · (n − e)⌋, at most n − 1;    j > i: + n if bidirectional
     """
-    steps = array_of(steps)
+    _check_buckets(num_buckets, max_distance, bidirectional)
+    _check_ids("t5_bucket: steps", steps)
+    steps = steps.array.astype(np.int64)        # in narrower numbers −steps and the buckets beyond them may not fit
     xp = array_module(steps)
     n = num_buckets // 2 if bidirectional else num_buckets
     d = xp.abs(steps) if bidirectional else xp.maximum(-steps, 0)

@@ -4,11 +4,13 @@ Operands are tensors or numbers, also where PyTorch insists on two tensors (`max
 (PyTorch takes it for a float). The engine sums each gradient over the axes along which its operand was broadcast, so
 that every formula here is the formula for one element.
 """
+import numbers
+
 import numpy as np
 
 from ..autograd import Function, array_of, constant
 from ..backend import array_module, quiet
-from ..dtypes import get_default_dtype, result_type
+from ..dtypes import fits, get_default_dtype, result_type
 
 
 def promote(a, b):
@@ -19,14 +21,14 @@ def promote(a, b):
     if type(b) is float and a_dtype.kind == "f" or type(a) is float and b_dtype.kind == "f":
         return a, b                             # NumPy keeps the array's dtype too
     wanted = result_type(a, b)
-    return _cast(a, wanted), _cast(b, wanted)
+    return converted(a, wanted), converted(b, wanted)
 
 
 def _is_number(x):
     return isinstance(x, np.generic) or not hasattr(x, "dtype")
 
 
-def _cast(x, dtype):
+def converted(x, dtype):
     """An array or a number in a NumPy dtype; whole numbers beyond its range wrap, as in PyTorch."""
     if not _is_number(x):
         return x.astype(dtype, copy=False)
@@ -36,12 +38,23 @@ def _cast(x, dtype):
         raise RuntimeError(f"the number {x} cannot be converted to {dtype} without overflow") from None
 
 
+def as_stored(op, value, dtype):
+    """A number, or an array as it is, to be written into memory of a NumPy dtype."""
+    if hasattr(value, "shape"):
+        return value
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: expected a Tensor or a number, got {type(value).__name__}; make a tensor with tinygrad_tf.tensor(...)")
+    if not fits(value, dtype):
+        raise RuntimeError(f"{op}: value {value} cannot be converted to {dtype} without overflow")
+    return converted(value, dtype)
+
+
 def promote_to_float(a, b):
     """As `promote`; where neither is a float, in the default float type."""
     if result_type(a, b).kind == "f":
         return promote(a, b)
     wanted = get_default_dtype().numpy
-    return _cast(a, wanted), _cast(b, wanted)
+    return converted(a, wanted), converted(b, wanted)
 
 
 def as_float(x):
@@ -49,7 +62,7 @@ def as_float(x):
     return x if x.dtype.kind == "f" else x.astype(get_default_dtype().numpy)
 
 
-def _broadcast_error(op, *operands):
+def broadcast_error(op, *operands):
     shapes = " and ".join(str(tuple(getattr(x, "shape", ()))) for x in operands)
     return RuntimeError(f"{op}: shapes {shapes} do not broadcast; aligned at the right, two sizes must be equal or one of them 1 "
                         f"(insert an axis with unsqueeze or [:, None], or transpose one operand)")
@@ -74,7 +87,7 @@ def broadcast(op, *arrays):
     try:
         return array_module(*arrays).broadcast_arrays(*arrays)
     except ValueError:
-        raise _broadcast_error(op, *arrays) from None
+        raise broadcast_error(op, *arrays) from None
 
 
 class Binary(Function):
@@ -87,7 +100,7 @@ class Binary(Function):
         try:
             return self.compute(array_module(a, b), a, b)
         except ValueError:
-            raise _broadcast_error(type(self).__name__.lower(), a, b) from None
+            raise broadcast_error(type(self).__name__.lower(), a, b) from None
 
 
 class Add(Binary):
@@ -251,13 +264,13 @@ class Clamp(Function):
         if low is None and high is None:
             raise RuntimeError("clamp: at least one of min and max must be given")
         wanted = result_type(x, *(b for b in (low, high) if b is not None))
-        x, low, high = (b if b is None else _cast(b, wanted) for b in (x, low, high))
+        x, low, high = (b if b is None else converted(b, wanted) for b in (x, low, high))
         self.saved = x, low, high
         try:
             y = x if low is None else xp.maximum(x, low)
             return y if high is None else xp.minimum(y, high)
         except ValueError:
-            raise _broadcast_error("clamp", *(b for b in (x, low, high) if b is not None)) from None
+            raise broadcast_error("clamp", *(b for b in (x, low, high) if b is not None)) from None
 
     def backward(self, dy):
         x, low, high = self.saved
@@ -462,7 +475,7 @@ def _constant(name, function, *arrays):
     try:
         return constant(xp.asarray(function(xp, *arrays)))
     except ValueError:
-        raise _broadcast_error(name, *arrays) from None
+        raise broadcast_error(name, *arrays) from None
     except TypeError:
         kinds = " and ".join(str(getattr(x, "dtype", type(x).__name__)) for x in arrays)
         raise RuntimeError(f"{name}: not defined for {kinds}; bit operations take integers and booleans") from None

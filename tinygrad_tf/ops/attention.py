@@ -1,13 +1,14 @@
 """Scaled dot-product attention: every query takes a weighted mean of the values, weighted by how well their keys match it.
 
-The boolean triangle of `is_causal` and boolean masks become one bias, 0 where a query may look and −inf where not. A
-blocked score is 0 after softmax, but 0 · NaN is NaN: where a result is not finite, it is computed again so that what
-stands in a blocked key or value cannot reach it.
+The boolean triangle of `is_causal` and boolean masks become one bias, 0 where a query may look and −inf where not.
+`blocked` is None in what follows, unless NaN or inf stands in a blocked place: that case has a section of its own, below.
 """
 import math
+from numbers import Real
 
 import numpy as np
 
+from ..arguments import type_name
 from ..autograd import Function, constant
 from ..backend import array_module, at_least_float32
 from ._rows import dot_along, max_along, sum_along
@@ -29,12 +30,13 @@ class Attention(Function):
         self.saved, self.scale = (q, k, v, p, bias, keep), scale
         kept = p if keep is None else p * keep
         out = kept @ v
-        if bias is not None and not _is_finite(out):
+        if bias is not None and not _is_finite(out):        # NaN in a value that is blocked?
             out = _product(kept, v, _blocked(bias, p))
         return out.astype(dtype, copy=False)
 
     def backward(self, dout):
-        return _without_leaks(self._gradients, at_least_float32(dout), *self.saved[3:5])
+        _, _, _, p, bias, _ = self.saved
+        return _without_leaks(self._gradients, at_least_float32(dout), p, bias)
 
     def _gradients(self, dout, blocked):
         q, k, v, p, _, keep = self.saved
@@ -63,26 +65,22 @@ class AttentionWeights(Function):
 
     def backward(self, dp):
         q, k, p, bias = self.saved
-        return _without_leaks(lambda dp, blocked: score_gradients(dp.copy(), q, k, p, blocked, self.scale, self.needs),
-                              at_least_float32(dp), p, bias)
+
+        def gradients(dp, blocked):
+            return score_gradients(dp.copy(), q, k, p, blocked, self.scale, self.needs)
+        return _without_leaks(gradients, at_least_float32(dp), p, bias)
 
 
 def weights(q, k, bias, scale):
     """softmax(scale · q kᵀ + bias) in one buffer. A row that sees nothing is zeros, not the NaN of 0/0."""
-    xp = array_module(q)
     z = (q * scale) @ _swap(k)                  # scaling q costs Tq · Dh products, scaling z Tq · Tk
     if bias is None:
         return _softmax(z, max_along(z, -1))
     z = _add(z, bias)
     top = max_along(z, -1)
-    blocked = _blocked(bias, z) if xp.isnan(top).any() else None
-    if blocked is not None:                     # NaN − inf is NaN: it may stand in a key that this row must not see
-        z[blocked] = -np.inf
-        top = max_along(z, -1)
-    p = _softmax(z, xp.where(top == -np.inf, 0, top))
-    if blocked is not None:
-        p[blocked] = 0
-    return p
+    if array_module(z).isnan(top).any():
+        return _weights_of_visible(z, _blocked(bias, z))
+    return _softmax(z, _finite(top))
 
 
 def _softmax(z, top):
@@ -96,7 +94,7 @@ def _softmax(z, top):
 
 
 def score_gradients(dp, q, k, p, blocked, scale, needs):
-    """(dq, dk, dbias) from dp, which is written over. `blocked`: places of dp that may hold NaN and do not count."""
+    """(dq, dk, dbias) from dp, which is written over. `blocked` is None, or says which places of dp do not count, NaN or not."""
     if not any(needs):
         return None, None, None
     dz = _cleared(dp, blocked)
@@ -108,25 +106,43 @@ def score_gradients(dp, q, k, p, blocked, scale, needs):
     return dq, dk, dz if needs[2] else None
 
 
-def _cleared(x, blocked):
-    """x with 0 where blocked, whatever stood there."""
-    return x if blocked is None else array_module(x).where(blocked, x.dtype.type(0), x)
-
-
-def _without_leaks(gradients, dy, p, bias):
-    """gradients(dy, None); where something was blocked and a gradient is not finite, again with the blocked places told."""
-    found = gradients(dy, None)
-    if bias is not None and not all(g is None or _is_finite(g) for g in found):
-        found = gradients(dy, _blocked(bias, p))
-    return found
-
-
 def _add(z, bias):
     """z + bias, in place where z has the shape of the result."""
     if np.broadcast_shapes(z.shape, bias.shape) != z.shape:
         return z + bias
     z += bias
     return z
+
+
+def _finite(top):
+    """The maximum that is subtracted: 0 for a row that sees nothing, since −inf − (−inf) is NaN."""
+    return array_module(top).where(top == -np.inf, 0, top)
+
+
+def _swap(x):
+    """The last two axes exchanged, as a view."""
+    return None if x is None else x.swapaxes(-1, -2)
+
+
+# --- NaN and inf in blocked places ------------------------------------------------------------------------------------
+#
+# Padding may hold anything. Its weight is 0, but 0 · NaN is NaN: the formulas above would let a blocked key or value
+# spoil every query. So their results are looked at, and only if one is not finite they are computed again, with `blocked`.
+
+def _without_leaks(gradients, dy, p, bias):
+    """gradients(dy, blocked=None); where something was blocked and a gradient is not finite, again with the blocked places told."""
+    found = gradients(dy, None)
+    if bias is not None and not all(g is None or _is_finite(g) for g in found):
+        found = gradients(dy, _blocked(bias, p))
+    return found
+
+
+def _weights_of_visible(z, blocked):
+    """The weights where a score is NaN: a blocked one counts no more than any other blocked score."""
+    z[blocked] = -np.inf
+    p = _softmax(z, _finite(max_along(z, -1)))
+    p[blocked] = 0                              # also in a row that sees a NaN
+    return p
 
 
 def _product(a, b, blocked):
@@ -139,13 +155,13 @@ def _product(a, b, blocked):
     return xp.where(seen, a @ b, a @ xp.where(finite, b, 0))
 
 
+def _cleared(x, blocked):
+    """x with 0 where blocked, whatever stood there."""
+    return x if blocked is None else array_module(x).where(blocked, x.dtype.type(0), x)
+
+
 def _blocked(bias, z):
     return array_module(z).broadcast_to(bias == -np.inf, z.shape)
-
-
-def _swap(x):
-    """The last two axes exchanged, as a view."""
-    return None if x is None else x.swapaxes(-1, -2)
 
 
 def _is_finite(x):
@@ -171,7 +187,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     shape = _score_shape(op, query, key, value, attn_mask)
     bias = _bias(query, key, attn_mask, is_causal)
     keep = draw_keep(at_least_float32(query.array), dropout_p, shape) if dropout_p else None
-    out = Attention.apply(query, key, value, bias, keep, _scale(query, scale))
+    out = Attention.apply(query, key, value, bias, keep, checked_scale(query, scale))
     return out.flatten(-4, -3) if enable_gqa else out
 
 
@@ -182,12 +198,18 @@ def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, e
     if grouped:
         query, key, _, attn_mask = _group("attention_weights", query, key, key, attn_mask)
     _score_shape("attention_weights", query, key, key, attn_mask)
-    p = AttentionWeights.apply(query, key, _bias(query, key, attn_mask, is_causal), _scale(query, scale))
+    p = AttentionWeights.apply(query, key, _bias(query, key, attn_mask, is_causal), checked_scale(query, scale))
     return p.flatten(-4, -3) if grouped else p
 
 
-def _scale(query, scale):
-    return 1 / math.sqrt(max(query.array.shape[-1], 1)) if scale is None else float(scale)
+def checked_scale(query, scale):
+    """The number that scores are multiplied by, 1/√Dh for None; TypeError for a tensor, which would get no gradient."""
+    if scale is None:
+        return 1 / math.sqrt(max(query.array.shape[-1], 1))
+    if not isinstance(scale, Real):
+        raise TypeError(f"attention: scale must be a number, got {type_name(scale)}; one that is learned multiplies the query: "
+                        f"query * scale, with scale=1.0 here")
+    return float(scale)
 
 
 def _bias(query, key, attn_mask, is_causal):

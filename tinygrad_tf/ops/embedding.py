@@ -2,7 +2,7 @@
 import numpy as np
 
 from ..autograd import Function, constant, no_grad
-from ..backend import array_module, at_least_float32
+from ..backend import array_module, at_least_float32, first_outside
 from ._rows import scatter_rows
 
 
@@ -45,8 +45,7 @@ def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0):
 def _check_ids(op, ids, rows):
     if ids.dtype.kind not in "iu":
         raise RuntimeError(f"{op}: ids must be integers, got {ids.dtype} of shape {ids.shape}; convert with .long()")
-    if ids.size and (ids.min() < 0 or ids.max() >= rows):
-        bad = int(ids[(ids < 0) | (ids >= rows)].reshape(-1)[0])
+    if (bad := first_outside(ids, rows)) is not None:
         raise IndexError(f"{op}: id {bad} is out of range for a table of {rows} rows: ids are 0 to {rows - 1}; "
                          f"check that the tokenizer and the table have one vocabulary size")
 

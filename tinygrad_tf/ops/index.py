@@ -9,9 +9,9 @@ import operator
 import numpy as np
 
 from ..autograd import Function, array_of, constant
-from ..backend import array_module, scatter_add
-from ..dtypes import fits, result_type
-from .arithmetic import _broadcast_error, _cast, promote
+from ..backend import array_module, first_outside, scatter_add
+from ..dtypes import result_type
+from .arithmetic import as_stored, broadcast_error, converted, promote
 from .reduce import normalize_dim
 
 
@@ -127,7 +127,8 @@ def _assign(x, index, value):
     """x[index] = value on arrays, with an error that shows both shapes. Leading axes of size 1 in value do not count.
     The value is cast to x's dtype, also for an index of arrays, where PyTorch refuses another dtype.
     """
-    if np.ndim(value):
+    value = as_stored("setitem", value, x.dtype)
+    if value.ndim:
         value = value.reshape(value.shape[next((i for i, n in enumerate(value.shape) if n != 1), value.ndim):])
     try:
         x[index] = value
@@ -163,9 +164,9 @@ class Where(Function):
         self.saved = condition
         wanted = result_type(a, b)
         try:
-            return xp.where(condition, _cast(a, wanted), _cast(b, wanted))
+            return xp.where(condition, converted(a, wanted), converted(b, wanted))
         except ValueError:
-            raise _broadcast_error("where", condition, a, b) from None
+            raise broadcast_error("where", condition, a, b) from None
 
     def backward(self, dy):
         xp, condition, zero = array_module(dy), self.saved, dy.dtype.type(0)
@@ -178,12 +179,11 @@ class MaskedFill(Function):
 
     def forward(self, x, blocked, value):
         self.saved = blocked
-        if x.dtype.kind in "iu" and not fits(getattr(value, "item", lambda: value)(), x.dtype):
-            raise RuntimeError(f"masked_fill: value {value} cannot be converted to {x.dtype} without overflow")
+        value = as_stored("masked_fill", getattr(value, "item", lambda: value)(), x.dtype)
         try:
-            return array_module(x).where(blocked, _cast(value, x.dtype), x)
+            return array_module(x).where(blocked, value, x)
         except ValueError:
-            raise _broadcast_error("masked_fill", x, blocked) from None
+            raise broadcast_error("masked_fill", x, blocked) from None
 
     def backward(self, dy):
         xp, blocked, zero = array_module(dy), self.saved, dy.dtype.type(0)
@@ -282,7 +282,7 @@ def masked_fill(input, mask, value):
     """PyTorch's name and convention: `value` is written where `mask` is True."""
     if mask.array.dtype != bool:
         raise RuntimeError(f"masked_fill: mask must be a bool tensor, got {mask.dtype}; compare it, e.g. mask == 0")
-    if np.ndim(array_of(value)):
+    if getattr(value, "ndim", 0):
         raise RuntimeError(f"masked_fill: value must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
     return MaskedFill.apply(input, mask, value)
 
@@ -294,16 +294,15 @@ def masked_select(input, mask):
     try:
         shape = np.broadcast_shapes(input.array.shape, mask.array.shape)
     except ValueError:
-        raise _broadcast_error("masked_select", input, mask) from None
+        raise broadcast_error("masked_select", input, mask) from None
     return getitem(input.expand(shape), mask.expand(shape))
 
 
 def _check_index(op, index, size, dim, error=IndexError):
-    """Integers in [0, size): ids never wrap."""
-    if index.dtype.kind not in "iu":
-        raise RuntimeError(f"{op}: index must be an integer tensor (int64), got {index.dtype}")
-    if index.size and (index.min() < 0 or index.max() >= size):
-        bad = int(index[(index < 0) | (index >= size)].reshape(-1)[0])
+    """int64 or int32 in [0, size): ids never wrap."""
+    if index.dtype not in (np.int64, np.int32):
+        raise RuntimeError(f"{op}: index must be an int64 or int32 tensor, got {index.dtype}; convert it with .long()")
+    if (bad := first_outside(index, size)) is not None:
         raise error(f"{op}: index {bad} is out of bounds for dimension {dim} with size {size}; valid are 0 to {size - 1}")
 
 
@@ -316,6 +315,9 @@ def _check_gather(op, x, index, dim):
 
 
 def gather(input, dim, index):
+    """y[…, i, …] = input[…, index[…, i, …], …] along `dim`. Other than in PyTorch, index has as many dimensions as input also
+    where one of them is a single number, and fits into input apart from `dim` also where it is empty.
+    """
     d = normalize_dim("gather", dim, input.ndim)
     _check_gather("gather", input.array, index.array, d)
     return Gather.apply(input, index, d)
@@ -340,6 +342,8 @@ def scatter(input, dim, index, src=None, *, value=None):
         _check_source("scatter", input, index.array, src)
     elif not isinstance(src, (numbers.Number, np.generic)):
         raise TypeError(f"scatter: src must be a Tensor or a number, got {type(src).__name__}")
+    else:
+        src = as_stored("scatter", src, input.array.dtype)
     return Scatter.apply(input, index, src, d)
 
 
@@ -376,12 +380,14 @@ def index_select(input, dim, index):
 def index_add(input, dim, index, source, *, alpha=1):
     """input with source[i] · alpha added to its slice index[i] along `dim`."""
     d = normalize_dim("index_add", dim, input.ndim)
+    if input.ndim == 0:
+        return index_add(input.reshape(1), 0, index, source.reshape(1), alpha=alpha).reshape(())
     _check_vector("index_add", index.array, input.array.shape[d], d)
     wanted = (*input.array.shape[:d], index.array.size, *input.array.shape[d + 1:])
     if source.array.shape != wanted or source.dtype != input.dtype:
         raise RuntimeError(f"index_add: source must have shape {wanted} and {input.dtype}, one slice for each index, got "
                            f"{tuple(source.shape)} and {source.dtype}")
-    return IndexAdd.apply(input, index, source if alpha == 1 else source * alpha, d)
+    return IndexAdd.apply(input, index.reshape(-1), source if alpha == 1 else source * alpha, d)
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -411,6 +417,10 @@ def sort_pair(input, dim=-1, descending=False, stable=False):
 def topk_pair(input, k, dim=-1, largest=True, sorted=True):
     """(values, indices) of the k largest along an axis, largest first."""
     d = normalize_dim("topk", dim, input.ndim)
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
+        raise TypeError(f"topk: k must be an int, got {type(k).__name__}")
+    if input.array.dtype == bool:
+        raise RuntimeError("topk: not implemented for bool; convert with .to(dtype)")
     n = input.array.shape[d] if input.ndim else 1
     if not 0 <= k <= n:
         raise RuntimeError(f"topk: k must be between 0 and {n}, the size of dim {dim} of shape {tuple(input.shape)}, got {k}")
@@ -446,8 +456,8 @@ def isin(elements, test_elements):
 
 
 def unique(input, sorted=True, return_inverse=False, return_counts=False):
-    """The different values, sorted; on request also where each element went, and how often each occurs."""
-    found = array_module(input.array).unique(input.array, return_inverse=return_inverse, return_counts=return_counts)
+    """The different values, sorted; on request also where each element went, and how often each occurs. No NaN equals another."""
+    found = array_module(input.array).unique(input.array, return_inverse=return_inverse, return_counts=return_counts, equal_nan=False)
     if not isinstance(found, tuple):
         return constant(found)
     return tuple(constant(f) for f in found)
@@ -463,7 +473,11 @@ def bincount(input, minlength=0):
 
 
 def searchsorted(sorted_sequence, values, *, right=False):
-    """Where each value would have to be inserted into a sorted row to keep it sorted, [shape of values]."""
-    x, v = promote(array_of(sorted_sequence), array_of(values))
+    """Where each value would have to be inserted into a sorted row to keep it sorted, [shape of values]. One row only: PyTorch
+    also takes a row for each row of values.
+    """
+    x, v = promote(sorted_sequence.array, array_of(values))
+    if x.ndim != 1:
+        raise RuntimeError(f"searchsorted: sorted_sequence must be one row, got shape {x.shape}; go through the rows one by one")
     return constant(array_module(x).asarray(array_module(x).searchsorted(x, v, side="right" if right else "left"), dtype=np.int64))
 

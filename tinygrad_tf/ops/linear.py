@@ -160,7 +160,11 @@ class Einsum(Function):
 
 
 def einsum(equation, *operands):
-    """Operands and result by letters, as in PyTorch, `...` included; a letter twice in one operand (a diagonal) is not supported."""
+    """Operands and result by letters, as in PyTorch, `...` included; axes of size 1 broadcast. A letter twice in one operand (a
+    diagonal) is not supported.
+    """
+    if not isinstance(equation, str):
+        raise TypeError(f"einsum: the equation comes first, as a str, got {type(equation).__name__}; e.g. einsum('ij,jk->ik', a, b)")
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     if not all(hasattr(x, "array") for x in operands):
         raise TypeError(f"einsum: expected tensors behind the equation, got {', '.join(type(x).__name__ for x in operands)}")
@@ -168,13 +172,16 @@ def einsum(equation, *operands):
     if len({x.dtype for x in operands}) > 1:
         raise RuntimeError(f"einsum {equation!r}: all operands must have one dtype, got {[x.dtype for x in operands]}; convert one "
                            f"with .to(dtype)")
+    if any(x.array.dtype == bool for x in operands):
+        raise RuntimeError(f"einsum {equation!r}: bool is not multiplied and summed; convert with .to(dtype)")
     sizes = {}
     for letters, x in zip(inputs, operands):
         for c, n in zip(letters, x.array.shape):
-            if sizes.setdefault(c, n) != n:
+            if n != 1 and sizes.setdefault(c, n) != n:
                 raise RuntimeError(f"einsum {equation!r}: letter {c!r} stands for sizes {sizes[c]} and {n}; "
                                    f"shapes {[tuple(x.shape) for x in operands]}")
-    return Einsum.apply((inputs, output), *operands)
+    shapes = [tuple(sizes.get(c, 1) for c in letters) for letters in inputs]
+    return Einsum.apply((inputs, output), *(x if x.array.shape == s else x.expand(s) for x, s in zip(operands, shapes)))
 
 
 def _parse_einsum(equation, ranks):
@@ -189,7 +196,7 @@ def _parse_einsum(equation, ranks):
     for s, rank in zip(inputs, ranks):
         named = len(s.replace("...", ""))
         s = s.replace("...", "".join(dots[len(dots) - (rank - named):]) if rank > named else "")
-        if len(s) != rank or len(set(s)) != len(s) or not s.isalpha() and s:
+        if len(s) != rank or len(set(s)) != len(s) or s and not (s.isalpha() and s.isascii()):
             raise RuntimeError(f"einsum {equation!r}: operand {s!r} must name each of {rank} axes once, by letters")
         spelled.append(s)
     if not arrow:                               # by convention: letters that occur once, in alphabetical order

@@ -1,10 +1,8 @@
 """LayerNorm and RMSNorm: each position is brought to unit size over its own features, whatever the batch around it."""
-import math
-
 import numpy as np
 
 from ..autograd import Function
-from ..backend import array_module, at_least_float32
+from ..backend import array_module, as_rows, at_least_float32
 from ._rows import dot_along, require_float, sum_along
 from .arithmetic import clamp_min, div
 from .reduce import norm
@@ -20,7 +18,7 @@ class LayerNorm(Function):
     """
 
     def forward(self, x, w, b, shape, eps):
-        xp, x32 = array_module(x), as_rows(at_least_float32(require_float("layer_norm", x)), shape)
+        xp, x32 = array_module(x), as_rows(at_least_float32(require_float("layer_norm", x)), len(shape))
         size = x32.shape[1]
         x_hat = x32 - sum_along(x32, -1) / size
         r = 1 / xp.sqrt(dot_along(x_hat, x_hat, -1) / size + eps)
@@ -29,12 +27,12 @@ class LayerNorm(Function):
         y = x_hat if w is None else x_hat * w.reshape(-1)
         if b is not None:
             y = y + b.reshape(-1) if w is None else xp.add(y, b.reshape(-1), out=y)
-        self.saved, self.normalized = (x_hat, r, w), shape
+        self.saved, self.axes = (x_hat, r, w), len(shape)
         return y.astype(x.dtype, copy=False).reshape(x.shape)
 
     def backward(self, dy):
         x_hat, r, w = self.saved
-        rows = as_rows(at_least_float32(dy), self.normalized)
+        rows = as_rows(at_least_float32(dy), self.axes)
         size = rows.shape[1]
         dx = dw = None
         if self.needs[0]:
@@ -56,16 +54,16 @@ class RMSNorm(Function):
     """
 
     def forward(self, x, w, shape, eps):
-        xp, x32 = array_module(x), as_rows(at_least_float32(require_float("rms_norm", x)), shape)
+        xp, x32 = array_module(x), as_rows(at_least_float32(require_float("rms_norm", x)), len(shape))
         r = 1 / xp.sqrt(dot_along(x32, x32, -1) / x32.shape[1] + eps)
         x_hat = x32 * r
-        self.saved, self.normalized = (x_hat, r, w), shape
+        self.saved, self.axes = (x_hat, r, w), len(shape)
         y = x_hat if w is None else x_hat * w.reshape(-1)
         return y.astype(x.dtype, copy=False).reshape(x.shape)
 
     def backward(self, dy):
         x_hat, r, w = self.saved
-        rows = as_rows(at_least_float32(dy), self.normalized)
+        rows = as_rows(at_least_float32(dy), self.axes)
         dx = dw = None
         if self.needs[0]:
             g = rows if w is None else rows * w.reshape(-1)
@@ -76,11 +74,6 @@ class RMSNorm(Function):
         if self.needs[1]:
             dw = (rows * x_hat).reshape(dy.shape)
         return dx, dw
-
-
-def as_rows(x, shape):
-    """[..., *shape] as a matrix, one row for each vector that is normalised."""
-    return x.reshape(math.prod(x.shape[:x.ndim - len(shape)]), math.prod(shape))
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):

@@ -4,7 +4,8 @@ Which two features are a pair is the layout: `interleaved` takes (0, 1), (2, 3),
 """
 import numpy as np
 
-from ..autograd import Function, array_of, constant
+from ..arguments import require_tensors
+from ..autograd import Function, constant
 from ..backend import array_module, at_least_float32
 from ._rows import require_float
 from .index import index_select
@@ -49,9 +50,10 @@ def rotary(x, cos, sin, layout="interleaved"):
     ValueError for an unknown layout, shapes that do not fit, and cos or sin that want a gradient (they get none).
     """
     check_layout("rotary", layout)
-    require_float("rotary", array_of(x))
-    _check_turns(array_of(x).shape, array_of(cos).shape, array_of(sin).shape)
-    if any(getattr(t, "requires_grad", False) for t in (cos, sin)):
+    require_tensors("rotary", x=x, cos=cos, sin=sin)
+    require_float("rotary", x.array)
+    _check_turns(x.array.shape, cos.array.shape, sin.array.shape)
+    if cos.requires_grad or sin.requires_grad:
         raise ValueError("rotary: cos and sin are constants of the position and get no gradient; pass cos.detach(), sin.detach()")
     return Rotary.apply(x, cos, sin, layout)
 
@@ -94,6 +96,7 @@ def _half_split_order(R):
 
 
 def _reorder(op, x, head_dim, rotary_dim, dim, order):
+    require_tensors(op, x=x)
     dim = (0 if x.ndim < 3 else -1) if dim is None else dim
     features = x.shape[dim]
     R = check_rotary_dim(op, head_dim, rotary_dim)

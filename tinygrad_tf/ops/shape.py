@@ -7,6 +7,7 @@ import numpy as np
 from ..autograd import Function, array_of, constant
 from ..backend import array_module, owner
 from ..dtypes import result_type
+from .arithmetic import as_stored
 from .reduce import normalize_dim, normalize_dims
 
 
@@ -429,7 +430,7 @@ def pad(input, pad, mode="constant", value=None):
     widths = [(0, 0)] * (input.ndim - len(pairs)) + pairs
     if any(n + min(a, 0) + min(b, 0) < 0 for n, (a, b) in zip(input.array.shape, widths)):
         raise RuntimeError(f"pad: widths {tuple(pad)} crop more than shape {tuple(input.shape)} has")
-    return Pad.apply(input, widths, 0 if value is None else value)
+    return Pad.apply(input, widths, as_stored("pad", 0 if value is None else value, input.array.dtype))
 
 
 def diagonal(input, offset=0, dim1=0, dim2=1):

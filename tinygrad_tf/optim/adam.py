@@ -16,7 +16,8 @@ class Adam(Optimizer):
     "exp_avg_sq" (v), "max_exp_avg_sq". (Kingma and Ba, 2015; Reddi et al., 2018 for amsgrad.)
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, maximize=False):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, maximize=False,
+                 foreach=None, fused=None):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
                                       maximize=maximize))
 
@@ -69,7 +70,8 @@ class AdamW(Adam):
     (Loshchilov and Hutter, 2019; guide 16.1.)
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, maximize=False):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, maximize=False,
+                 foreach=None, fused=None):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
 
     def decay(self, p, g, group):

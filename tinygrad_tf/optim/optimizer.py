@@ -15,7 +15,8 @@ class Optimizer:
 
     `param_groups` is a list of dictionaries {"params": [...], "lr": …, …}; `state` holds a dictionary for each parameter
     that was ever updated. A parameter whose `.grad` is None is left out entirely: no decay, no momentum, no step count.
-    From (name, tensor) pairs, as of `model.named_parameters()`, a group also keeps its "param_names".
+    From (name, tensor) pairs, as of `model.named_parameters()`, a group also keeps its "param_names". `foreach` and `fused`,
+    which choose among PyTorch's implementations, are accepted by every subclass and change nothing.
     """
 
     def __init__(self, params, defaults):

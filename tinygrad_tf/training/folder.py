@@ -12,7 +12,7 @@ except ImportError:             # Windows: there is no lock on a folder
 
 CHECKPOINT = "checkpoint.safetensors"
 _OUTPUTS = (CHECKPOINT, "metrics.csv", "loss.png", "sample.txt")
-_HALF_WRITTEN = re.compile(rf"\.({'|'.join(map(re.escape, _OUTPUTS))})\.(\d+)\.tmp")        # as write_atomically names them
+_HALF_WRITTEN = re.compile(rf"\.({'|'.join(map(re.escape, _OUTPUTS))})\.(\d+)\.[0-9a-f]{{8}}\.tmp")        # as write_atomically names them
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 

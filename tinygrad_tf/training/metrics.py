@@ -59,7 +59,7 @@ class Metrics:
         steps, losses = self.column("train_loss")
         around = max(1, len(losses) // 50)
         axes.plot(steps, losses, color="#9ecae1", linewidth=0.6, label="training, each batch")
-        axes.plot(steps, moving_mean(losses, around), color="#08519c", linewidth=1.6,
+        axes.plot(steps[around:len(steps) - around], moving_mean(losses, around), color="#08519c", linewidth=1.6,
                   label=f"training, mean of {2 * around + 1} batches")
         axes.plot(*self.column("validation_loss"), color="#d95f02", linewidth=1.6, marker="o", markersize=4, label="validation")
 
@@ -73,7 +73,10 @@ def _draw_baselines(axes, baselines):
 
 
 def moving_mean(values, around):
-    """y_i = mean(x_{i−around} … x_{i+around}), over fewer values at the two ends.    x, y: [N]"""
-    sums, i = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
-    first, last = np.maximum(i - around, 0), np.minimum(i + around + 1, len(values))
-    return (sums[last] - sums[first]) / (last - first)
+    """y_i = mean(x_i … x_{i+2·around}), the mean around x_{i+around}; full windows only.    x: [N], y: [N − 2·around], or [0]
+
+    A window cut at an end would lean to one side, and a falling curve would begin below the batches that it sums up.
+    """
+    window = 2 * around + 1
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[window:] - sums[:-window]) / window
