@@ -170,7 +170,8 @@ for axes, written, day in zip(figure.subplots(2, 1), shown, test_days):
     axes.set_yticklabels(found, fontfamily="monospace")
     axes.set_title(f"{text}  →  {found}", fontsize=11)
     figure.colorbar(image, ax=axes, label="attention weight")
-figure.suptitle("Cross-attention, last layer, mean of heads:\neach row is a character written, and where the decoder looked for it", fontsize=12)
+figure.suptitle("Cross-attention, last layer, mean of heads:\n"
+                "each row is a character written, and where the decoder looked for it", fontsize=12)
 arguments.out.mkdir(parents=True, exist_ok=True)
 figure.savefig(arguments.out / "alignment.png", dpi=130)
 print(f"Written: {arguments.out / 'alignment.png'}")

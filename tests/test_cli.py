@@ -518,3 +518,9 @@ def test_threads_in_a_real_process(folder):
     result = runs.command(*TRAIN, "--threads", "2", cwd=folder)
     assert result.returncode == 0 and b"Written to" in result.stdout
     runs.assert_one_sentence(runs.command("evaluate", "--threads", "0", cwd=folder), "--threads must be at least 1")
+
+
+def test_run_may_name_the_checkpoint_itself(trained, monkeypatch, capsys):
+    by_file = inside(trained, "generate", "--run", "runs/minigpt/checkpoint.safetensors", monkeypatch=monkeypatch, capsys=capsys)
+    by_folder = inside(trained, "generate", "--run", "runs/minigpt", monkeypatch=monkeypatch, capsys=capsys)
+    assert by_file == by_folder and by_file[0] == 0

@@ -225,6 +225,12 @@ def free_folder():
     return next(folder for folder in names if not folder.exists())
 
 
+def chosen_run(arguments):
+    """The folder of --run, or of the checkpoint that it names; by default the newest."""
+    run = arguments.run or newest_run()
+    return run.parent if run.name == CHECKPOINT and run.is_file() else run
+
+
 def newest_run():
     found = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda p: p.stat().st_mtime)
     if not found:
@@ -328,7 +334,7 @@ def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, se
 def generate(arguments):
     if arguments.prompt == "":
         raise UserError("--prompt is empty; give at least one character, or leave it out")
-    model, tokenizer, _ = load_model(arguments.run or newest_run())
+    model, tokenizer, _ = load_model(chosen_run(arguments))
     prompt = arguments.prompt or default_prompt(tokenizer)
     if unknown := [character for character in prompt if character not in tokenizer.characters]:
         raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
@@ -341,7 +347,7 @@ def generate(arguments):
 
 def evaluate(arguments):
     tune_allocator()
-    folder = arguments.run or newest_run()
+    folder = chosen_run(arguments)
     model, tokenizer, state = load_model(folder)
     sources = arguments.text or state["sources"]
     _, train_ids, validation_ids = encode_split(load_text(sources), tokenizer)

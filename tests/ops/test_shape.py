@@ -112,3 +112,10 @@ def test_errors_say_what_came_and_what_would_do(expression, error, words):
     with pytest.raises(error) as caught:
         eval(expression, {"x": torch.ones(2, 3), "torch": torch})
     assert not [w for w in words if w not in str(caught.value)], str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["view", "reshape"])
+@pytest.mark.parametrize("size", [(4, 2), (-1, -1), (-2, 3), (4, -1)])
+def test_the_error_names_the_call(op, size):
+    with pytest.raises(RuntimeError, match=f"^{op}: "):
+        getattr(torch.ones(3, 2), op)(*size)

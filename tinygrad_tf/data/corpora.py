@@ -128,5 +128,5 @@ def require_length(text_or_ids, context, what="text"):
     if length < context + 1:
         raise CorpusError(
             f"the {what} has {length} tokens, but a context of {context} needs at least {context + 1}: "
-            f"use a longer text, or a context of at most {max(length - 1, 0)}"
+            f"use a longer text{f', or a context of at most {length - 1}' if length > 1 else ''}"
         )

@@ -166,27 +166,29 @@ class Pad(Function):
 
 def reshape(input, *shape):
     shape = as_shape("reshape", shape)
-    _check_reshape(input.array, shape)
+    _check_reshape("reshape", input.array, shape)
     return Reshape.apply(input, shape)
 
 
-def _check_reshape(x, shape):
+def _check_reshape(op, x, shape):
     known = math.prod(n for n in shape if n != -1)
     free = shape.count(-1)
     if free > 1:
-        raise RuntimeError(f"reshape: only one dimension can be inferred (-1), got {shape}")
+        raise RuntimeError(f"{op}: only one dimension can be inferred (-1), got {shape}")
     if any(n < -1 for n in shape):
-        raise RuntimeError(f"reshape: invalid shape dimension in {shape}; sizes are ≥ 0, or one −1")
+        raise RuntimeError(f"{op}: invalid shape dimension in {shape}; sizes are ≥ 0, or one −1")
     if free and known == 0:
-        raise RuntimeError(f"reshape: cannot infer the −1 in {shape} because the other sizes multiply to 0")
+        raise RuntimeError(f"{op}: cannot infer the −1 in {shape} because the other sizes multiply to 0")
     if (x.size % known != 0) if free else (x.size != known):
-        raise RuntimeError(f"reshape: shape {shape} is invalid for input of size {x.size} (shape {x.shape})")
+        raise RuntimeError(f"{op}: shape {shape} is invalid for input of size {x.size} (shape {x.shape})")
 
 
 def view(input, *size):
     if len(size) == 1 and not isinstance(size[0], (int, tuple, list)):
         raise TypeError("view: to read a tensor's memory as another dtype is not supported; use .to(dtype) to convert values")
-    y = reshape(input, *size)
+    shape = as_shape("view", size)
+    _check_reshape("view", input.array, shape)
+    y = Reshape.apply(input, shape)
     if input.array.size and owner(y.array) is not owner(input.array):
         raise RuntimeError(f"view: shape {tuple(input.shape)} with these strides cannot be viewed as {tuple(y.shape)} without a "
                            f"copy; use .reshape(...) or .contiguous().view(...)")
