@@ -1,10 +1,12 @@
 """What the tests of training and of the command line share: a small text, a tiny model, and the program in a process."""
+import errno
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
 
+from tinygrad_tf import serialization
 from tinygrad_tf.training import TrainConfig, Trainer
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -42,6 +44,16 @@ def command(*arguments, cwd, timeout=60, **options):
     if "stdout" not in options and "stderr" not in options:
         options["capture_output"] = True
     return subprocess.run([sys.executable, "-m", "tinygrad_tf", *map(str, arguments)], cwd=cwd, timeout=timeout, **options)
+
+
+def fill_disk(monkeypatch, where):
+    """From now on the step "open", "fsync" or "replace" of an atomic write meets a full disk."""
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    if where == "open":
+        monkeypatch.setattr(serialization, "open", full, raising=False)
+    else:
+        monkeypatch.setattr(os, where, full)
 
 
 def assert_one_sentence(result, *parts):

@@ -11,7 +11,6 @@ import pytest
 import runs
 from safetensors.numpy import save_file
 
-from tinygrad_tf import serialization as module
 from tinygrad_tf.data import CorpusError
 from tinygrad_tf.training import CheckpointError, Trainer, load_checkpoint, save_checkpoint
 from tinygrad_tf.training import trainer as training
@@ -57,13 +56,7 @@ def test_one_content_is_one_file(path, tmp_path):
 @pytest.mark.parametrize("where", ["replace", "fsync", "open"])
 def test_a_failure_while_writing_leaves_the_old_file(path, monkeypatch, where):
     old = path.read_bytes()
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    if where == "open":
-        monkeypatch.setattr(module, "open", full, raising=False)
-    else:
-        monkeypatch.setattr(os, where, full)
+    runs.fill_disk(monkeypatch, where)
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         save_checkpoint(path, {"w": np.zeros(5)}, {})
     assert path.read_bytes() == old

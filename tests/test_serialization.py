@@ -1,5 +1,4 @@
 """`save` and `load`: what went in comes out to the last bit, nothing else goes in, and no file can do harm."""
-import errno
 import io
 import json
 import math
@@ -11,6 +10,7 @@ from collections import OrderedDict, namedtuple
 
 import numpy as np
 import pytest
+import runs
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -233,13 +233,7 @@ def test_what_contains_itself_or_is_too_deep_is_refused(tmp_path):
 def test_a_failure_while_writing_leaves_the_old_file(tmp_path, monkeypatch, where):
     path = tmp_path / "f"
     torch.save(1, path)
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    if where == "open":
-        monkeypatch.setattr(serialization, "open", full, raising=False)
-    else:
-        monkeypatch.setattr(os, where, full)
+    runs.fill_disk(monkeypatch, where)
     with pytest.raises(OSError, match="No space left"):
         torch.save(2, path)
     assert torch.load(path) == 1 and os.listdir(tmp_path) == ["f"]

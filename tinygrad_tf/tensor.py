@@ -262,7 +262,8 @@ class Tensor:
         key = index.as_index(key)
         if isinstance(value, Tensor) and self._just_written_through(value, key):
             self.seen = value.seen
-        if isinstance(value, Tensor) and value.requires_grad or self.requires_grad and autograd.is_grad_enabled():
+        wants_gradient = self.requires_grad or isinstance(value, Tensor) and value.requires_grad
+        if wants_gradient and autograd.is_grad_enabled():
             self._write(index.set_item, value, key)
         else:
             self._check_writable()

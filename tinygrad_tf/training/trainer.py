@@ -161,7 +161,6 @@ class Trainer:
         options = {**self.optimizer.state_dict(), "state": {str(i): {} for i in range(len(params)) if self.step}}
         check_equal(state["optimizer"], as_json(options), "optimizer")
         self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
-        self.scheduler.load_state_dict(state["scheduler"])
 
 
 @contextmanager
