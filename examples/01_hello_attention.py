@@ -5,11 +5,17 @@
 Letters: B sentences in the batch, T tokens, C features of a token, Dh features of a query or key. Every line prints the
 shape in letters and in numbers, and stops if the two disagree.
 """
+import argparse
 import math
 
 import tinygrad_tf as torch
 import tinygrad_tf.nn as nn
 import tinygrad_tf.nn.functional as F
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
+parser.add_argument("--quick", action="store_true", help="makes no difference here: it takes a moment")
+torch.set_default_device(parser.parse_args().device)
 
 SENTENCE = ["I", "love", "AI"]
 SIZES = {"B": 1, "T": len(SENTENCE), "C": 4, "Dh": 4, "V_vocab": 3}

@@ -2,12 +2,18 @@
 
     p_i = e^(z_i) / Σ_j e^(z_j)          dp_i/dz_j = p_i (δ_ij − p_j)          (guide 4.2)
 """
+import argparse
 import math
 
 import tinygrad_tf as torch
 import tinygrad_tf.nn.functional as F
 from tinygrad_tf.gradcheck import GradcheckError
 from tinygrad_tf.ops.softmax import Softmax
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
+parser.add_argument("--quick", action="store_true", help="makes no difference here: it takes a moment")
+torch.set_default_device(parser.parse_args().device)
 
 
 def numbers(x):

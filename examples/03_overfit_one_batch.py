@@ -16,7 +16,9 @@ PYTORCH = {0: 4.617, 10: 3.7330, 50: 1.1172, 100: 0.1074, 199: 0.0200}        # 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, default=Path("runs/example-03"), help="folder for loss.png")
 parser.add_argument("--quick", action="store_true", help="stop after step 100")
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
 arguments = parser.parse_args()
+torch.set_default_device(arguments.device)
 steps = 101 if arguments.quick else 200
 
 V_vocab, T, C, H, Cff, L, B = 100, 8, 24, 4, 96, 2, 4

@@ -18,8 +18,10 @@ from tinygrad_tf.training import evaluate
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
 parser.add_argument("--out", type=Path, default=Path("runs/example-04"), help="folder for sample.txt")
 arguments = parser.parse_args()
+torch.set_default_device(arguments.device)
 quick = arguments.quick
 T, B, C, H, L, steps, lr = (32, 16, 32, 4, 2, 150, 8e-3) if quick else (64, 12, 64, 4, 3, 800, 4e-3)
 tune_allocator()                                    # as the trainer does: keeps freed memory, and so saves time
@@ -44,7 +46,7 @@ print(f"\nids [B, T] = [{B}, {T}] → x [B, T, C] = [{B}, {T}, {C}] → logits [
       f"H = {H}, L = {L}, parameters: {sum(p.numel() for p in model.parameters()):,}")
 started = time.perf_counter()
 for step in range(1, steps + 1):
-    inputs, targets = (torch.from_numpy(ids) for ids in sampler.next())
+    inputs, targets = (torch.as_tensor(ids) for ids in sampler.next())
     optimizer.zero_grad()
     logits, loss = model(inputs, targets)
     loss.backward()
@@ -63,7 +65,7 @@ assert validation_loss < ngram[rival], "the model must beat the counts"
 # --- write ------------------------------------------------------------------------------------------------------------
 # With the KV cache a new token costs one row of attention; without it, the whole text is read again for each. The
 # tokens are the same, also beyond the context, where the window slides.
-prompt = torch.from_numpy(tokenizer.encode("The ")[None])                     # [B, T] = [1, 4]
+prompt = torch.as_tensor(tokenizer.encode("The ")[None])                     # [B, T] = [1, 4]
 
 
 def continuation(**options):
@@ -74,7 +76,7 @@ for temperature in (0, 0.8):
     cached, uncached = (continuation(temperature=temperature, use_cache=use_cache) for use_cache in (True, False))
     assert torch.equal(cached, uncached), "the cache must not change a single token"
 print(f"cached = uncached, token for token: {cached.shape[1]} tokens, greedy and at temperature 0.8")
-sample = tokenizer.decode(cached[0].numpy())
+sample = tokenizer.decode(cached[0].cpu().numpy())
 print("\nA sample (temperature 0.8):\n" + sample)
 arguments.out.mkdir(parents=True, exist_ok=True)
 (arguments.out / "sample.txt").write_text(sample, encoding="utf-8")

@@ -15,7 +15,9 @@ import tinygrad_tf.nn.functional as F
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, default=Path("runs/example-05"), help="folder for positions.png")
 parser.add_argument("--quick", action="store_true", help="draw fewer points")
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
 arguments = parser.parse_args()
+torch.set_default_device(arguments.device)
 
 torch.manual_seed(0)
 B, H, T, Dh = 1, 2, 5, 16
@@ -130,7 +132,7 @@ def draw(path, length):
 
 def draw_waves(figure, axes, length):
     pe = nn.SinusoidalPositionEncoding(64, length).pe[0]
-    image = axes.imshow(pe.numpy(), aspect="auto", cmap="viridis", vmin=-1, vmax=1, interpolation="nearest")
+    image = axes.imshow(pe.cpu().numpy(), aspect="auto", cmap="viridis", vmin=-1, vmax=1, interpolation="nearest")
     figure.colorbar(image, ax=axes)
     axes.set(title="Sinusoidal: PE[position, feature], C = 64", xlabel="feature: even sin, odd cos; slower to the right", ylabel="position")
 

@@ -17,8 +17,10 @@ from tinygrad_tf.trace import attention_flops, compare_shapes, count_flops, coun
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--quick", action="store_true", help="shorter sequences")
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
 parser.add_argument("--out", type=Path, default=Path("runs/example-06"), help="folder for trace.json")
 arguments = parser.parse_args()
+torch.set_default_device(arguments.device)
 B, T, C, H = 2, 5, 12, 3
 Dh = C // H
 

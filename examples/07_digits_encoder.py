@@ -23,8 +23,10 @@ from tinygrad_tf.models import Encoder, EncoderClassifier
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
 parser.add_argument("--out", type=Path, default=Path("runs/example-07"), help="folder for digits.png")
 arguments = parser.parse_args()
+torch.set_default_device(arguments.device)
 quick = arguments.quick
 try:
     from sklearn.datasets import load_digits
@@ -69,7 +71,7 @@ print(f"rows [B, T, 8] = [{B}, {T}, {width}] â†’ x [B, T, C] = [{B}, {T}, {C}] â
 def probabilities(images):
     """[N, 10], in evaluation mode and without a graph."""
     with inference(model):
-        return F.softmax(model(torch.from_numpy(images))[0], dim=-1).numpy()
+        return F.softmax(model(torch.as_tensor(images))[0], dim=-1).cpu().numpy()
 
 
 def accuracy(part):
@@ -81,7 +83,7 @@ started, random = time.perf_counter(), np.random.default_rng(1)
 for step in tqdm(range(1, steps + 1), desc="training", unit="step", disable=None):
     batch = random.integers(train.start, len(images), B)
     optimizer.zero_grad()
-    _, loss = model(torch.from_numpy(images[batch]), torch.from_numpy(classes[batch]))
+    _, loss = model(torch.as_tensor(images[batch]), torch.as_tensor(classes[batch]))
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

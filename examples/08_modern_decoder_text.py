@@ -20,8 +20,10 @@ from tinygrad_tf.training import evaluate
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
 parser.add_argument("--out", type=Path, default=Path("runs/example-08"), help="folder for sample.txt")
 arguments = parser.parse_args()
+torch.set_default_device(arguments.device)
 quick = arguments.quick
 T, B, C, H, Hkv, Cff, L, steps, lr = (32, 12, 32, 4, 2, 96, 2, 150, 1e-2) if quick else (64, 12, 96, 6, 2, 256, 4, 1000, 5e-3)
 tune_allocator()
@@ -45,7 +47,7 @@ print(f"ids [B, T] = [{B}, {T}] → logits [B, T, V_vocab] = [{B}, {T}, {V_vocab
       f"parameters: {sum(p.numel() for p in model.parameters()):,}")
 started = time.perf_counter()
 for step in tqdm(range(1, steps + 1), desc="training", unit="step", disable=None):
-    inputs, targets = (torch.from_numpy(ids) for ids in sampler.next())
+    inputs, targets = (torch.as_tensor(ids) for ids in sampler.next())
     optimizer.zero_grad()
     _, loss = model(inputs, targets)
     loss.backward()
@@ -60,7 +62,7 @@ assert validation_loss < ngram[rival], "the model must beat the counts"
 
 # --- write ----------------------------------------------------------------------------------------------------------------
 # The cache holds keys that RoPE has turned: a new token turns its own key and query only. Beyond the context the window slides.
-prompt = torch.from_numpy(tokenizer.encode("The ")[None])                     # [B, T] = [1, 4]
+prompt = torch.as_tensor(tokenizer.encode("The ")[None])                     # [B, T] = [1, 4]
 cached, uncached = (generate(model, prompt, 3 * T, temperature=0.8, use_cache=use_cache, generator=torch.Generator().manual_seed(0))
                     for use_cache in (True, False))
 assert torch.equal(cached, uncached), "the cache must not change a single token"
@@ -72,7 +74,7 @@ with torch.no_grad():
 assert cache.nbytes == 2 * L * 1 * T * Hkv * (C // H) * 4                     # K and V, float32
 print(f"KV cache: 2 · L · B · T · Hkv · Dh · 4 bytes = {cache.nbytes:,}; with Hkv = H it would be {cache.nbytes * H // Hkv:,}")
 
-sample = tokenizer.decode(cached[0].numpy())
+sample = tokenizer.decode(cached[0].cpu().numpy())
 print("\nA sample (temperature 0.8):\n" + sample)
 arguments.out.mkdir(parents=True, exist_ok=True)
 (arguments.out / "sample.txt").write_text(sample, encoding="utf-8")

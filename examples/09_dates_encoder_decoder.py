@@ -25,8 +25,10 @@ from tinygrad_tf.models import EncoderDecoder
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--quick", action="store_true", help="a smaller model, fewer formats and steps")
+parser.add_argument("--device", help="cpu, cuda or cuda:N")
 parser.add_argument("--out", type=Path, default=Path("runs/example-09"), help="folder for alignment.png")
 arguments = parser.parse_args()
+torch.set_default_device(arguments.device)
 quick = arguments.quick
 
 # --- how a day can be written ---------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def tokens(texts):
     ids = np.full((len(texts), max(map(len, texts))), PAD)
     for row, text in zip(ids, texts):
         row[:len(text)] = source_tokenizer.encode(text)
-    return torch.from_numpy(ids), torch.from_numpy(ids != PAD)
+    return torch.as_tensor(ids), torch.as_tensor(ids != PAD)
 
 
 def examples(days, random):
@@ -109,7 +111,7 @@ def train_step(texts, iso):
     date_ids = np.stack([target_tokenizer.encode(text) for text in iso])
     inputs, targets = (np.pad(date_ids, ((0, 0), side), constant_values=token) for side, token in (((1, 0), BOS), ((0, 1), EOS)))
     optimizer.zero_grad()
-    _, loss = model(source_ids, torch.from_numpy(inputs), torch.from_numpy(targets), source_valid)
+    _, loss = model(source_ids, torch.as_tensor(inputs), torch.as_tensor(targets), source_valid)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -120,7 +122,7 @@ def train_step(texts, iso):
 def write(texts, use_cache=True):
     source_ids, source_valid = tokens(texts)
     ids = greedy_decode(model, source_ids, BOS, EOS, T, source_valid, use_cache)
-    return [target_tokenizer.decode(row) for row in ids.numpy()]
+    return [target_tokenizer.decode(row) for row in ids.cpu().numpy()]
 
 
 def share_of_right(texts, iso, batch=250):
@@ -150,10 +152,10 @@ def look(text):
     """(what is written, weights [T − 1, Ts]): of each character written, the last layer's attention to the text, mean of heads."""
     source_ids, source_valid = tokens([text])
     found, = write([text])
-    ids = torch.from_numpy(np.concatenate([[BOS], target_tokenizer.encode(found)])[None])
+    ids = torch.as_tensor(np.concatenate([[BOS], target_tokenizer.encode(found)])[None])
     with inference(model):
         _, weights = model.decode(ids, model.encode(source_ids, source_valid), return_weights=True)
-    return found, weights[-1][0].mean(dim=0).numpy()[:len(found)]
+    return found, weights[-1][0].mean(dim=0).cpu().numpy()[:len(found)]
 
 
 logging.getLogger("matplotlib").setLevel(logging.ERROR)                     # its first run says that it builds a font cache

@@ -222,8 +222,10 @@ def draw(entropies, norms, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer depths, one seed")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N")
     parser.add_argument("--out", type=Path, help="folder for experiments.png")
     arguments = parser.parse_args()
+    torch.set_default_device(arguments.device)
     layers_needed()
     variance()
     entropies = saturation((4, 16, 64, 256, 1024))

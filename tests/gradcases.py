@@ -13,7 +13,23 @@ import numpy as np
 import tinygrad_tf
 from tinygrad_tf import manual_seed, tensor
 from tinygrad_tf.autograd import Function
-from tinygrad_tf.ops import activation, arithmetic, attention, dropout, embedding, index, linear, loss, norm, reduce, rotary, shape, softmax
+from tinygrad_tf.ops import (
+    activation,
+    arithmetic,
+    attention,
+    dropout,
+    embedding,
+    index,
+    linear,
+    loss,
+    norm,
+    reduce,
+    rotary,
+    sdpa,
+    shape,
+    softmax,
+)
+from tinygrad_tf.ops.kernel_attention import KernelAttention
 from tinygrad_tf.tensor import ToDevice
 
 
@@ -47,10 +63,15 @@ def cases_of(op):
     return [c for c in CASES if c.op == op]
 
 
+ELSEWHERE = {                                   # ops that know no float64, which central differences need → where a formula in float64
+    KernelAttention.__name__: "kernels/test_flash_kernel.py"}      # is what their gradients are compared with, and mutants with them
+
+
 def differentiable_ops():
-    """The registered ops of the package. A class without a backward of its own or inherited is a base class, and no op."""
-    return {name: cls for name, cls in sorted(Function.registry.items())
-            if cls.__module__.startswith(tinygrad_tf.__name__ + ".") and cls.backward is not Function.backward}
+    """The registered ops of the package, but for those of `ELSEWHERE`. A class without a backward of its own or inherited is a base
+    class, and no op."""
+    return {name: cls for name, cls in sorted(Function.registry.items()) if name not in ELSEWHERE
+            and cls.__module__.startswith(tinygrad_tf.__name__ + ".") and cls.backward is not Function.backward}
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------
@@ -488,7 +509,7 @@ case("CrossEntropy", lambda x, t: loss.cross_entropy(x * 300.0, t), fixed([[1.0,
 
 # --- attention ------------------------------------------------------------------------------------------------------
 
-attend = attention.scaled_dot_product_attention
+attend = sdpa.scaled_dot_product_attention
 SEES = [[True, False, True], [False, False, False], [True, True, False]]        # the second query sees nothing
 
 
@@ -496,7 +517,12 @@ def attend_weights(q, k, v, *mask, **options):
     return attention.attention_weights(q, k, *mask, **options)
 
 
-for op, function, values in [("Attention", attend, True), ("AttentionWeights", attend_weights, False)]:
+def attend_in_tiles(*x, **options):
+    return sdpa.flash_attention(*x, **options, tile=(2, 3))
+
+
+for op, function, values in [("Attention", attend, True), ("AttentionWeights", attend_weights, False),
+                             ("TiledAttention", attend_in_tiles, True)]:
     def with_values(q, k, v, values=values):
         return (normal(*q), normal(*k), normal(*v)) if values else (normal(*q), normal(*k), constant(np.zeros(v)))
     three = with_values((3, 2), (3, 2), (3, 2))
@@ -522,6 +548,16 @@ case("Attention", seeded(lambda q, k, v: attend(q, k, v, dropout_p=0.4)), normal
 case("Attention", seeded(lambda q, k, v: attend(q, k, v, dropout_p=0.4, is_causal=True)), normal(4, 2), normal(4, 2), normal(4, 2),
      note="causal, dropout")
 case("Attention", lambda x: attend(x, x, x), normal(3, 2), note="one tensor three times")
+
+case("TiledAttention", lambda *x: attend_in_tiles(*x, window=2), normal(5, 2), normal(5, 2), normal(5, 2), note="window")
+case("TiledAttention", lambda *x: attend_in_tiles(*x, window=(1, 2), query_offset=-2), normal(2, 6, 2), normal(5, 2), normal(5, 3),
+     note="a band that begins before the keys")
+case("TiledAttention", lambda *x: attend_in_tiles(*x, is_causal=True, query_offset=3), normal(4, 2), normal(7, 2), normal(7, 2),
+     note="ends aligned")
+case("TiledAttention", seeded(lambda *x: attend_in_tiles(*x, dropout_p=0.4)), normal(2, 4, 2), normal(2, 4, 2), normal(2, 4, 2),
+     normal(4, 4), note="dropout, float mask with gradient")
+case("TiledAttention", seeded(lambda *x: attend_in_tiles(*x, dropout_p=0.4, window=2, enable_gqa=True)), normal(4, 4, 2), normal(2, 4, 2),
+     normal(2, 4, 2), note="grouped heads, window, dropout")
 
 
 # --- squared activation ---------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ from unittest import mock
 
 import gradcases
 import numpy as np
+from device import host, placed
 
 from tinygrad_tf.autograd import backward, constant
 from tinygrad_tf.gradcheck import gradcheck
+from tinygrad_tf.philox import keep_tile
 from tinygrad_tf.tensor import Tensor
 
 
@@ -106,10 +108,10 @@ def delivered(case):
     outputs = case.function(*inputs)
     random = np.random.default_rng(1)
     try:
-        backward(outputs, constant(np.asarray(random.standard_normal(outputs.array.shape))))
+        backward(outputs, constant(placed(random.standard_normal(outputs.array.shape), outputs)))
     except RuntimeError as error:
         return refused(error)
-    return [None if x.grad is None else x.grad.array for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    return [None if x.grad is None else host(x.grad) for x in inputs if isinstance(x, Tensor) and x.requires_grad]
 
 
 def differ(a, b):
@@ -350,6 +352,37 @@ def _(node, dy, keeps):
     dp = dy @ _swap(v) * (keep if keeps("dropout in dp") else 1)
     dv = _swap(p * (keep if keeps("dropout in dv") else 1)) @ dy
     dq, dk, dz = _scores_gradient(node, dp, p, q, k, scale, keeps)
+    return dq, dk, dv, dz
+
+
+def _hidden(q, k, bias, allowed, valid, plan):
+    """0 where a query may look and −inf where not, and the bias: what `plan` says in tiles, as one table."""
+    p, j = np.arange(q.shape[-2])[:, None] + plan.band.query_offset, np.arange(k.shape[-2])
+    visible = np.ones((q.shape[-2], k.shape[-2]), bool)
+    if plan.band.left is not None:
+        visible &= j >= p - plan.band.left
+    if plan.band.right is not None:
+        visible &= j <= p + plan.band.right
+    for more in (allowed, valid):
+        visible = visible if more is None else visible & more
+    return np.where(visible, 0.0 if bias is None else bias, -np.inf)
+
+
+@formula("TiledAttention", "delta", "the scale", "dropout in dp", "dropout in dv", "the rest of a row")
+def _(node, dy, keeps):
+    q, k, v, bias, allowed, valid, plan, *_ = node.args
+    p, keep = _weights(q, k, _hidden(q, k, bias, allowed, valid, plan), plan.scale), 1.0
+    if not keeps("the rest of a row"):          # each tile of keys with a softmax of its own
+        hidden, n = _hidden(q, k, bias, allowed, valid, plan), plan.tile[1]
+        parts = [_weights(q, k[..., i:i + n, :], hidden[..., i:i + n], plan.scale) for i in range(0, k.shape[-2], n)]
+        p = np.concatenate(parts, axis=-1) if parts else p
+    if plan.dropout is not None:
+        key, probability = plan.dropout
+        heads = range(math.prod(p.shape[:-2]))
+        keep = keep_tile(key, heads, range(p.shape[-2]), range(p.shape[-1]), probability, float).reshape(p.shape)
+    dp = dy @ _swap(v) * (keep if keeps("dropout in dp") else 1)
+    dv = _swap(p * (keep if keeps("dropout in dv") else 1)) @ dy
+    dq, dk, dz = _scores_gradient(node, dp, p, q, k, plan.scale, keeps)
     return dq, dk, dv, dz
 
 

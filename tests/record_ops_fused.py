@@ -35,12 +35,13 @@ def inputs_of(name):
 def replay(name, torch, F):
     """[value, gradient of each float input, …] as NumPy arrays."""
     arrays, r = inputs_of(name)
-    tensors = [torch.from_numpy(a.copy()).requires_grad_(a.dtype.kind == "f") for a in arrays]
+    tensors = [torch.tensor(a).requires_grad_(a.dtype.kind == "f") for a in arrays]
     y = CASES[name][0](torch, F, *tensors)
     if not y.requires_grad:
-        return [y.numpy()]
-    y.backward(torch.from_numpy(np.asarray(r.standard_normal(tuple(y.shape)), dtype=y.detach().numpy().dtype)))
-    return [y.detach().numpy()] + [t.grad.numpy() for t in tensors if t.grad is not None]
+        return [y.cpu().numpy()]
+    value = y.detach().cpu().numpy()
+    y.backward(torch.tensor(np.asarray(r.standard_normal(tuple(y.shape)), dtype=value.dtype)))
+    return [value] + [t.grad.cpu().numpy() for t in tensors if t.grad is not None]
 
 
 def record(torch):
@@ -71,11 +72,11 @@ def recorded(name):
 def ours(name):
     """The case with tinygrad_tf."""
     import tinygrad_tf
-    from tinygrad_tf.ops import activation, attention, dropout, embedding, loss, norm, softmax
+    from tinygrad_tf.ops import activation, dropout, embedding, loss, norm, sdpa, softmax
 
     class F:                                    # PyTorch's nn.functional, as far as it is in these files
         pass
-    for room in (activation, attention, dropout, embedding, loss, norm, softmax):
+    for room in (activation, dropout, embedding, loss, norm, sdpa, softmax):
         for key, value in vars(room).items():
             if callable(value) and not key.startswith("_"):
                 setattr(F, key, staticmethod(value))

@@ -94,7 +94,7 @@ def draw(library, program, seed):
     for expression in map(str.strip, PROGRAMS[program].split("|")):
         drawn = eval(expression, scope)
         for x in drawn if isinstance(drawn, list) else [drawn]:
-            yield expression, x.detach().numpy()
+            yield expression, x.detach().cpu().numpy()
 
 
 def main():

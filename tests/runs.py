@@ -23,9 +23,9 @@ def write_text(folder, words=600):
 
 
 def trainer(folder, **settings):
-    """A trainer of a tiny model on the text of `folder`, whose run lies in folder/run unless `out` says otherwise."""
-    out = settings.pop("out", "run")
-    return Trainer(TrainConfig(**{**TINY, "steps": 12, "eval_every": 4, **settings}), [str(write_text(folder))], Path(folder) / out)
+    """A trainer of a tiny model on the text of `folder`, whose run lies in folder/run unless `out` says otherwise, on `device`."""
+    out, device = settings.pop("out", "run"), settings.pop("device", None)
+    return Trainer(TrainConfig(**{**TINY, "steps": 12, "eval_every": 4, **settings}), [str(write_text(folder))], Path(folder) / out, device)
 
 
 def stop_at(step, trainer):

@@ -52,7 +52,7 @@ def make(library, recipe):
     array, transposed = values(recipe)
     if transposed:
         array = np.ascontiguousarray(array.T).T
-    x = library.from_numpy(array)
+    x = library.from_numpy(array).to(library.get_default_device())
     return x.requires_grad_() if x.is_floating_point() else x
 
 
@@ -84,7 +84,7 @@ def outcome(library, case):
             for i, y in enumerate(results):
                 if isinstance(y, library.Tensor) and y.requires_grad:
                     upstream = np.round(np.random.default_rng(i).standard_normal(tuple(y.shape)), 1)
-                    y.backward(library.from_numpy(np.array(upstream)).to(y.dtype), retain_graph=True)
+                    y.backward(library.from_numpy(np.array(upstream)).to(y), retain_graph=True)
     except Warning:
         raise
     except Exception as error:

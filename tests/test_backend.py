@@ -50,7 +50,8 @@ def test_cuda_without_a_gpu_says_where_to_look():
 
 def test_devices_have_names_numbers_and_equality():
     device = torch.device
-    assert device("cpu") == torch.ones(1).device and device("cuda", 1) == device("cuda:1") == device(device("cuda:1")) != device("cuda")
+    assert device("cpu") == torch.ones(1, device="cpu").device
+    assert device("cuda", 1) == device("cuda:1") == device(device("cuda:1")) != device("cuda")
     assert str(device("cuda:1")) == "cuda:1"
     assert repr(device("cuda:1")) == "device(type='cuda', index=1)"
     assert repr(device("cpu")) == "device(type='cpu')"
@@ -64,6 +65,7 @@ def test_unknown_devices_are_named_beside_the_known_ones(name):
     assert repr(name) in str(caught.value) and "'cpu', 'cuda' and 'cuda:N'" in str(caught.value)
 
 
+@pytest.mark.host("sets the default device")
 def test_the_default_device_comes_from_the_program_then_the_environment(monkeypatch):
     monkeypatch.setenv("TINYGRAD_TF_DEVICE", "tpu")
     with pytest.raises(RuntimeError, match="TINYGRAD_TF_DEVICE.*'tpu'.*'cpu'"):
@@ -79,7 +81,7 @@ def test_the_default_device_comes_from_the_program_then_the_environment(monkeypa
 
 
 def test_moving_to_where_it_is_already_moves_nothing():
-    x = torch.ones(2)
+    x = torch.ones(2, device="cpu")
     assert x.to("cpu") is x and x.to("cpu:0") is x and x.cpu() is x and torch.zeros(1, device="cpu:0").device == torch.device("cpu")
 
 

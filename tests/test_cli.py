@@ -197,9 +197,19 @@ def test_missing_packages_are_named_before_any_work(folder, refused, monkeypatch
     refused(folder, TRAIN, "pip install tqdm matplotlib")
 
 
-def test_a_device_that_is_not_there(folder, refused, monkeypatch):
+@pytest.mark.host("a device that is set wins over the environment variable")
+def test_a_device_that_is_unknown(folder, refused, monkeypatch):
     monkeypatch.setenv("TINYGRAD_TF_DEVICE", "tpu")
-    refused(folder, TRAIN, "'tpu' is unknown")
+    refused(folder, TRAIN, "TINYGRAD_TF_DEVICE", "'tpu' is unknown")
+
+
+@pytest.mark.host("a stand-in is always there")
+@pytest.mark.parametrize("command", [TRAIN, ["generate"], ["evaluate"]], ids=lambda c: c[0])
+def test_a_device_that_is_not_there(folder, refused, monkeypatch, command):
+    """Said before anything is read, as is which package to install for which CUDA version."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    refused(folder, [*command, "--device", "cuda"], "device 'cuda' needs CuPy", "cupy-cuda12x", "cupy-cuda13x")
+    refused(folder, [*command, "--device", "tpu"], "'tpu' is unknown")
 
 
 def test_a_file_in_the_way(folder, refused):

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import tinygrad_tf as torch
 
+pytestmark = pytest.mark.host("a tensor elsewhere prints its device too")
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, max_side=5)
 arrays = st.one_of(hnp.arrays(st.sampled_from(list(tensorcases.DTYPES.values())), shapes, elements=st.sampled_from([0, 1])),
                    hnp.arrays(st.sampled_from(["int8", "int64", "float32"]), shapes, elements=st.sampled_from([0, -1, 7, 100])),

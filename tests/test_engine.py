@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
+from device import host, xp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,7 +114,7 @@ def test_a_second_backward_raises_with_the_op_the_line_and_the_remedy():
     loss.backward()
     with pytest.raises(RuntimeError, match=rf"Exp .*test_engine\.py:{line}\b.*retain_graph=True"):
         loss.backward()
-    assert np.array_equal(x.grad.array, np.exp(x.array))
+    assert np.array_equal(host(x.grad), np.exp(host(x)))
 
 
 def test_a_shared_trunk_cannot_be_walked_twice_without_retain_graph():
@@ -129,10 +130,10 @@ def test_with_retain_graph_each_call_adds_exactly_one_gradient(calls):
     h = x * x
     loss = (h * h).sum() + tt.tanh(h).mean()
     loss.backward(retain_graph=True)
-    once = x.grad.array.copy()
+    once = host(x.grad).copy()
     for _ in range(calls - 1):
         loss.backward(retain_graph=True)
-    assert np.allclose(x.grad.array, calls * once, rtol=1e-14)
+    assert np.allclose(host(x.grad), calls * once, rtol=1e-14)
 
 
 def test_gradients_of_two_losses_add_up_and_intermediate_gradients_do_not_stay():
@@ -179,12 +180,12 @@ PATHS = {
 def require_separate(grads, others):
     arrays = grads + others
     for i, g in enumerate(grads):
-        assert isinstance(g, np.ndarray), "0-d gradients are arrays too"
+        assert isinstance(g, xp().ndarray), "0-d gradients are arrays too"
         for other in arrays[i + 1:]:
-            assert not np.shares_memory(g, other)
+            assert not xp().shares_memory(g, other)
         before = [other.copy() for other in arrays if other is not g]
         g += 1
-        assert all(np.array_equal(x, y) for x, y in zip(before, [other for other in arrays if other is not g]))
+        assert all((x == y).all() for x, y in zip(before, [other for other in arrays if other is not g]))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -195,7 +196,7 @@ def test_no_two_gradients_share_memory(path):
     y.retain_grad()
     y.backward(upstream, retain_graph=True)
     grads = [x.grad.array for x in (a, b, y) if x.grad is not None]
-    require_separate(grads, [upstream.array, a.array, b.array, y.array])
+    require_separate(grads, [t.array for t in (upstream, a, b, y)])
 
 
 class GivesViews(Function):
@@ -213,7 +214,7 @@ def test_an_op_that_returns_views_of_one_gradient_does_not_mix_them_up():
     a, b, c = leaf(3), leaf(3), leaf(3)
     (GivesViews.apply(a, b * 1.0, c) + a * 5.0).sum().backward()
     assert [x.grad.tolist() for x in (a, b, c)] == [[6] * 3, [1] * 3, [1] * 3]
-    require_separate([a.grad.array, b.grad.array, c.grad.array], [])
+    require_separate([t.grad.array for t in (a, b, c)], [])
 
 
 @pytest.mark.parametrize("build", [lambda x: x * x, lambda x: x + x, lambda x: x.sum(), lambda x: tt.exp(x) * x + x])
@@ -223,7 +224,7 @@ def test_the_gradient_of_a_single_number_is_an_array_that_can_be_written(build):
     y.retain_grad()
     y.backward()
     for g in (x.grad, y.grad):
-        assert isinstance(g.array, np.ndarray) and g.shape == ()
+        assert isinstance(host(g), np.ndarray) and g.shape == ()
         g.add_(1.0)
 
 
@@ -248,7 +249,7 @@ def random_function(steps, leaves):
         for k, (op, i, j) in enumerate(steps):
             y = STEPS[op](values[i % len(values)], values[j % len(values)])
             if first:
-                scales.append(1.0 / (1.0 + 0.3 * float(abs(y.array).max())))
+                scales.append(1.0 / (1.0 + 0.3 * float(abs(host(y)).max())))
             values.append(y * scales[k])
         return values[-1] + values[len(values) // 2] + values[0] * 0.1
     function(*leaves)
@@ -271,7 +272,7 @@ def test_random_graphs_give_gradients_that_own_their_memory(steps):
     y.retain_grad()
     y.backward(upstream)
     grads = [x.grad.array for x in (*leaves, y) if x.grad is not None]
-    require_separate(grads, [upstream.array, y.array, *(x.array for x in leaves)])
+    require_separate(grads, [t.array for t in (upstream, y, *leaves)])
 
 
 # --- in-place writes ------------------------------------------------------------------------------------------------
@@ -311,9 +312,9 @@ SAVED = {
 @pytest.mark.parametrize("op", SAVED)
 def test_a_write_to_a_saved_operand_is_detected(op, write):
     x, c = leaf(3), tt.randn(3, dtype=tt.float64) + 3.0
-    y, before = SAVED[op](x, c), c.array.copy()
+    y, before = SAVED[op](x, c), host(c).copy()
     WRITES[write](c)
-    assert not np.array_equal(before, c.array), "the write must reach the memory"
+    assert not np.array_equal(before, host(c)), "the write must reach the memory"
     with pytest.raises(RuntimeError, match="inplace operation"):
         y.sum().backward()
 
@@ -367,7 +368,7 @@ def test_a_write_to_an_index_or_target_is_detected_or_harmless(use):
     except RuntimeError as error:
         assert "inplace operation" in str(error)
     else:
-        assert np.allclose(x.grad.array, want.array)
+        assert np.allclose(host(x.grad), host(want))
 
 
 HARMLESS = {
@@ -392,8 +393,8 @@ def test_writing_to_arrays_that_were_not_saved_is_no_error(op):
         h.add_(1.0)
         y.mul_(3.0)
     y.sum().backward()
-    assert np.array_equal(x.grad.array, want.array)
-    assert slope is None or np.allclose(x.grad.array, slope)
+    assert np.array_equal(host(x.grad), host(want))
+    assert slope is None or np.allclose(host(x.grad), slope)
 
 
 def test_writes_under_the_graph_are_recorded():
@@ -422,7 +423,7 @@ def test_a_number_written_in_place_gets_its_gradient(write):
     buffer, v = tt.zeros(3, dtype=tt.float64), leaf()
     write(buffer, v)
     buffer.sum().backward()
-    assert v.grad.item() == (buffer.array == v.item()).sum()
+    assert v.grad.item() == (host(buffer) == v.item()).sum()
 
 
 def test_values_written_in_place_get_their_gradient():
@@ -488,10 +489,10 @@ LEAF_WRITES = {name: write for name, write in WRITES.items() if name not in ("a 
 @pytest.mark.parametrize("write", LEAF_WRITES)
 def test_a_leaf_that_requires_grad_is_not_written_outside_no_grad(write):
     w = leaf(3)
-    before = w.array.copy()
+    before = host(w).copy()
     with pytest.raises(RuntimeError, match="leaf"):
         LEAF_WRITES[write](w)
-    assert np.array_equal(w.array, before) and w.is_leaf
+    assert np.array_equal(host(w), before) and w.is_leaf
     (w * 2).sum().backward()                    # and it is as usable as before
     assert w.grad.tolist() == [2, 2, 2]
 
@@ -499,10 +500,10 @@ def test_a_leaf_that_requires_grad_is_not_written_outside_no_grad(write):
 @pytest.mark.parametrize("write", LEAF_WRITES)
 def test_a_leaf_is_written_inside_no_grad_and_stays_a_leaf(write):
     w = leaf(3)
-    before = w.array.copy()
+    before = host(w).copy()
     with tt.no_grad():
         LEAF_WRITES[write](w)
-    assert not np.array_equal(w.array, before) and w.is_leaf and w.requires_grad
+    assert not np.array_equal(host(w), before) and w.is_leaf and w.requires_grad
     (w * 2).sum().backward()
     assert w.grad.tolist() == [2, 2, 2]
 
@@ -714,7 +715,7 @@ def test_nothing_is_recorded_without_grad():
 def test_a_graph_that_was_not_walked_dies_with_its_last_tensor(no_collector):
     x = leaf(3)
     h = tt.exp(x)
-    node, array = weakref.ref(h.node), weakref.ref(h.array)
+    node, array = weakref.ref(h.node), weakref.ref(host(h))
     loss = tt.softmax(h * 2, 0).sum()
     kept = loss.detach(), loss.item()
     del h, loss
@@ -728,7 +729,7 @@ def test_a_graph_that_was_walked_dies_with_its_last_tensor(no_collector):
     loss = (h * h).sum()
     nodes = [weakref.ref(t.node) for t in (h, loss)]
     loss.backward()
-    tensor, grad = weakref.ref(h), weakref.ref(h.grad.array)
+    tensor, grad = weakref.ref(h), weakref.ref(host(h.grad))
     del h, loss
     assert not any(r() for r in nodes) and tensor() is None and grad() is None
 
@@ -912,7 +913,7 @@ def test_tensors_without_elements_get_gradients_of_their_shape(size):
 def test_gradients_are_summed_over_broadcast_axes_without_elements(a, b):
     a, b = leaf(*a), leaf(*b)
     (a * b).sum().backward()
-    assert a.grad.shape == a.shape and b.grad.shape == b.shape and not a.grad.array.any() and not b.grad.array.any()
+    assert a.grad.shape == a.shape and b.grad.shape == b.shape and not host(a.grad).any() and not host(b.grad).any()
 
 
 # --- hooks and retain_grad ------------------------------------------------------------------------------------------
@@ -985,14 +986,14 @@ def test_hooks_need_a_gradient_to_see():
 
 def small_training(seed, steps=30):
     random = np.random.default_rng(seed)
-    x, w = tt.from_numpy(random.standard_normal((8, 4))), tt.tensor(random.standard_normal((4, 4)), requires_grad=True)
+    x, w = tt.tensor(random.standard_normal((8, 4))), tt.tensor(random.standard_normal((4, 4)), requires_grad=True)
     for _ in range(steps):
         loss = (tt.softmax(tt.tanh(x @ w) @ w, -1) * x).sum() + (w * w).sum()
         w.grad = None
         loss.backward()
         with tt.no_grad():
             w.sub_(w.grad * 0.05)
-    return w.array
+    return host(w)
 
 
 def test_threads_build_and_walk_graphs_at_once():

@@ -180,7 +180,7 @@ def frequencies(logits, n=20_000, **options):
     """How often each id is drawn, from n equal rows."""
     drawn = sample(torch.tensor([logits] * n), **drawing(**options))
     assert drawn.shape == (n, 1)
-    return np.bincount(drawn.numpy().ravel(), minlength=len(logits)) / n
+    return np.bincount(drawn.cpu().numpy().ravel(), minlength=len(logits)) / n
 
 
 def softmax(logits):

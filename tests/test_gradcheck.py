@@ -1,6 +1,7 @@
 """`gradcheck` as a tool: what it accepts, what it refuses, what it says, and that it leaves everything as it was."""
 import numpy as np
 import pytest
+from device import host, placed, xp
 
 import tinygrad_tf as tt
 from tinygrad_tf.autograd import Function
@@ -72,9 +73,9 @@ def test_a_function_that_ignores_an_input_gives_it_no_gradient():
 def test_everything_is_left_as_it_was():
     x, y = normal(3, 4), normal(4)
     y.grad = tt.ones(4, dtype=tt.float64)
-    before, grad = x.array.copy(), y.grad
+    before, grad = host(x).copy(), y.grad
     gradcheck(tt.mul, (x, y))
-    assert np.array_equal(x.array, before) and x.grad is None and y.grad is grad and grad.tolist() == [1] * 4
+    assert np.array_equal(host(x), before) and x.grad is None and y.grad is grad and grad.tolist() == [1] * 4
     assert x.version.writes == 0
     with tt.no_grad():
         assert gradcheck(tt.mul, (x, y))
@@ -89,10 +90,10 @@ def test_the_state_is_restored_after_an_error_too():
         if len(calls) > 3:
             raise OSError
         return x * x
-    before = x.array.copy()
+    before = host(x).copy()
     with pytest.raises(OSError):
         gradcheck(fails_later, (x,))
-    assert np.array_equal(x.array, before) and x.grad is None
+    assert np.array_equal(host(x), before) and x.grad is None
 
 
 # --- what fails, and what it says -----------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def test_the_state_is_restored_after_an_error_too():
     (lambda dy, x: 0 * dy, "gives zeros"), (lambda dy, x: -2 * x * dy, "sign is flipped"),
         (lambda dy, x: x * dy, "0.5 times the right one"),
     (lambda dy, x: (2 * x * dy)[::-1], "other places"), (lambda dy, x: 2 * x * dy + 1.5, "sum or mean over that axis"),
-    (lambda dy, x: np.where(np.arange(x.size).reshape(x.shape) == 3, 0, 2 * x * dy), "Only some elements"),
+    (lambda dy, x: xp().where(xp().arange(x.size).reshape(x.shape) == 3, 0, 2 * x * dy), "Only some elements"),
         (lambda dy, x: 2 * x, "factor dy"),
     (lambda dy, x: 2 * x * dy / 0.0 * 0.0, "NaN"), (lambda dy, x: None, "returns? None"), (lambda dy, x: 2 * x * dy * 1.01, "1.01 times"),
 ])
@@ -153,22 +154,22 @@ def test_a_large_input_is_wrong_in_one_place_only():
 def test_a_backward_that_passes_with_ones_fails_with_random_numbers():
     class LazySoftmax(Function):
         def forward(self, x):
-            e = np.exp(x)
+            e = xp().exp(x)
             return e / e.sum(-1, keepdims=True)
 
         def backward(self, dy):
-            return np.zeros_like(dy)
+            return xp().zeros_like(dy)
     x = normal(3, 4)
     LazySoftmax.apply(x).sum().backward()
     true = np.zeros((3, 4))                     # Σ softmax = 1 does not move
-    assert np.allclose(x.grad.array, true)
+    assert np.allclose(host(x.grad), true)
     assert not gradcheck(LazySoftmax.apply, (x,), raise_exception=False)
 
 
 @pytest.mark.parametrize("how, words", [
-    (lambda dy, x: np.multiply(dy, 2 * x, out=dy), "upstream gradient"),
-    (lambda dy, x: np.multiply(x, 2.0, out=x) * dy, "changed|two backward passes|two different outputs"),
-    (lambda dy, x: 2 * x * dy + 1e-9 * np.random.default_rng().random(x.shape), "two backward passes"),
+    (lambda dy, x: xp().multiply(dy, 2 * x, out=dy), "upstream gradient"),
+    (lambda dy, x: xp().multiply(x, 2.0, out=x) * dy, "changed|two backward passes|two different outputs"),
+    (lambda dy, x: 2 * x * dy + 1e-9 * placed(np.random.default_rng().random(x.shape)), "two backward passes"),
 ])
 def test_a_backward_with_side_effects_fails(how, words):
     with pytest.raises(GradcheckError, match=words):

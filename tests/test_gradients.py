@@ -2,15 +2,20 @@
 
 The cases stand in gradcases.py, the wrong backwards in mutants.py; `python tests/gradient_report.py` prints the figures.
 """
+from pathlib import Path
+
 import gradcases
 import mutants
 import numpy as np
 import pytest
+from device import host, placed, xp
 
 import tinygrad_tf as tt
 from tinygrad_tf.autograd import Function, backward, constant
+from tinygrad_tf.backend import array_module, is_writable
 from tinygrad_tf.gradcheck import gradcheck, gradcheck_module, gradient_error
 from tinygrad_tf.models import MiniGPT
+from tinygrad_tf.ops.flash_attention import Band
 from tinygrad_tf.tensor import Tensor
 
 OPS = gradcases.differentiable_ops()
@@ -32,7 +37,16 @@ def test_no_case_is_of_an_unknown_op_and_no_op_hides_behind_the_name_of_another(
     def subclasses(cls):
         return [cls, *(s for sub in cls.__subclasses__() for s in subclasses(sub))]
     ours = [c for c in subclasses(Function) if c.__module__.startswith("tinygrad_tf.") and c.backward is not Function.backward]
-    assert sorted(c.__name__ for c in ours) == sorted(OPS)
+    assert sorted(c.__name__ for c in ours) == sorted({*OPS, *gradcases.ELSEWHERE})
+
+
+@pytest.mark.parametrize("op", gradcases.ELSEWHERE)
+def test_an_op_that_is_tested_elsewhere_refuses_float64_and_meets_the_generic_mutants_there(op):
+    x = tt.zeros(1, 1, 2, 16, dtype=tt.float64)
+    with pytest.raises(TypeError, match="float64"):
+        Function.registry[op].apply(x, x, x, None, Band(), 1.0)
+    text = (Path(__file__).parent / gradcases.ELSEWHERE[op]).read_text(encoding="utf-8")
+    assert f"{op}.apply(" in text and f"mutants.replaced({op}, mutants.GENERIC" in text
 
 
 @every_case
@@ -59,8 +73,8 @@ def gradients(case, inputs):
     """(output, gradients of the inputs that require one), for a random upstream gradient."""
     y = case.function(*inputs)
     upstream = np.random.default_rng(1).standard_normal(y.array.shape)
-    backward(y, constant(np.asarray(upstream)))
-    return y, [x.grad.array for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    backward(y, constant(placed(upstream, y)))
+    return y, [host(x.grad) for x in inputs if isinstance(x, Tensor) and x.requires_grad]
 
 
 def strided(x):
@@ -68,7 +82,7 @@ def strided(x):
     if x.ndim == 0:
         return x
     wide = np.full(tuple(2 * n for n in x.array.shape[::-1]), np.nan if x.array.dtype.kind == "f" else 0).astype(x.array.dtype)
-    view = wide[(slice(None, None, 2),) * x.ndim].T
+    view = placed(wide)[(slice(None, None, 2),) * x.ndim].T
     view[...] = x.array
     return Tensor._wrap(view, None, tt.autograd.Version()).requires_grad_(x.requires_grad)
 
@@ -77,7 +91,7 @@ def strided(x):
 def test_the_layout_of_memory_changes_nothing(case):
     y, want = gradients(case, case.inputs())
     z, got = gradients(case, [strided(x) for x in case.inputs()])
-    assert np.allclose(y.array, z.array, rtol=1e-12, atol=1e-12)
+    assert np.allclose(host(y), host(z), rtol=1e-12, atol=1e-12)
     assert all(np.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(want, got))
 
 
@@ -95,13 +109,13 @@ def test_one_input_alone_gets_the_gradient_it_gets_among_others(case):
 def test_gradients_own_their_memory(case):
     inputs = case.inputs()
     y = case.function(*inputs)
-    upstream = constant(np.ones(y.array.shape))
+    upstream = constant(placed(np.ones(y.array.shape), y))
     y.backward(upstream)
     grads = [x.grad.array for x in inputs if x.requires_grad]
     others = [upstream.array, y.array, *(x.array for x in inputs)]
     for i, g in enumerate(grads):
-        assert isinstance(g, np.ndarray) and g.flags.writeable
-        assert not any(np.shares_memory(g, other) for other in grads[i + 1:] + others)
+        assert type(g) is type(inputs[0].array) and is_writable(g)
+        assert not any(array_module(g).shares_memory(g, other) for other in grads[i + 1:] + others if type(other) is type(g))
 
 
 @every_case
@@ -112,14 +126,14 @@ def test_a_write_between_forward_and_backward_raises_or_changes_nothing(case):
         y = case.function(*inputs)
         written = y if i == len(inputs) else inputs[i]
         with tt.no_grad():
-            if written.array.flags.writeable:
+            if is_writable(written.array):
                 written.zero_()
         try:
-            backward(y, constant(np.random.default_rng(1).standard_normal(y.array.shape)))
+            backward(y, constant(placed(np.random.default_rng(1).standard_normal(y.array.shape), y)))
         except RuntimeError as error:
             assert "inplace operation" in str(error)
         else:
-            got = [x.grad.array for x in inputs if x.requires_grad]
+            got = [host(x.grad) for x in inputs if x.requires_grad]
             assert all(np.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(want, got))
 
 
@@ -138,13 +152,17 @@ def nodes_below(node):
 def test_arrays_that_backward_needs_are_freed_after_it(case):
     y = case.function(*case.inputs())
     for node in nodes_below(y.node):
-        kept = [name for name, value in vars(node).items() if isinstance(value, np.ndarray) and value.dtype.kind == "f"]
+        kept = [name for name, value in vars(node).items() if isinstance(value, xp().ndarray) and value.dtype.kind == "f"]
         assert not kept, f"{node.name} keeps arrays in attributes: {kept}; put them into self.saved"
         assert node.saved is None or not isinstance(node.saved, (list, dict)), f"{node.name}: saved must be an array or a tuple"
 
 
 # --- the check is proved --------------------------------------------------------------------------------------------
 
+proof = pytest.mark.host("mutants of backward are NumPy formulas; what they prove is the checker")
+
+
+@proof
 @every_op
 def test_generic_mutants_are_caught(op):
     verdicts = [v for v in mutants.generic_verdicts(op) if v.applies]
@@ -154,11 +172,13 @@ def test_generic_mutants_are_caught(op):
         "a gradient forgotten"} <= {v.name for v in verdicts}
 
 
+@proof
 @pytest.mark.parametrize("op", mutants.HAND_MADE)
 def test_hand_made_mutants_are_caught(op):
     assert not [v.name for v in mutants.hand_made_verdicts(op) if not v.caught]
 
 
+@proof
 @pytest.mark.parametrize("op", mutants.HAND_MADE)
 def test_a_hand_made_formula_with_nothing_dropped_passes(op):
     with mutants.replaced(OPS[op], mutants.dropping(op, None)):
@@ -167,7 +187,7 @@ def test_a_hand_made_formula_with_nothing_dropped_passes(op):
 
 def test_every_fused_operation_has_hand_made_mutants():
     fused = [name for name, cls in OPS.items() if cls.__module__.rpartition(".")[2] in (
-        "activation", "softmax", "norm", "embedding", "loss", "attention", "dropout", "rotary")]
+        "activation", "softmax", "norm", "embedding", "loss", "attention", "flash_attention", "dropout", "rotary")]
     assert set(fused) <= set(mutants.HAND_MADE)
 
 

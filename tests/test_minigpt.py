@@ -31,6 +31,7 @@ def close(a, b, tolerance=1e-12):
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.host("dropout on a GPU has a stream of its own")
 def test_the_numbers_that_the_guide_prints():
     """Guide 13.3: one training step from seed 0, with dropout. Initial weights, dropout masks and formulas all take part."""
     torch.manual_seed(0)
@@ -257,7 +258,7 @@ def test_ids_of_another_rank_are_refused(shape):
 
 
 @pytest.mark.parametrize("argument", ["token_ids", "targets", "valid_tokens", "position_ids"])
-@pytest.mark.parametrize("kind", [torch.Tensor.tolist, torch.Tensor.numpy, lambda _: 3, str], ids=["list", "array", "int", "str"])
+@pytest.mark.parametrize("kind", [torch.Tensor.tolist, lambda x: x.cpu().numpy(), lambda _: 3, str], ids=["list", "array", "int", "str"])
 def test_what_is_no_tensor_is_refused_by_name(argument, kind):
     with pytest.raises(TypeError, match=f"MiniGPT: {argument} must be a Tensor, got .*; make one with"):
         model()(**{"token_ids": ids(1, 2), argument: kind(ids(1, 2))})

@@ -125,7 +125,7 @@ def test_steps_inside_have_the_numbers_of_the_steps_by_hand(causal):
 def test_the_numbers_are_those_of_the_tensors():
     layer, data = SingleHead(C), x()
     seen = trace(layer, data, causal=True)
-    q, k = layer.q_proj(data).detach().numpy(), layer.k_proj(data).detach().numpy()
+    q, k = layer.q_proj(data).detach().cpu().numpy(), layer.k_proj(data).detach().cpu().numpy()
     scaled = q @ k.swapaxes(-1, -2) / math.sqrt(C)
     kept = scaled[np.broadcast_to(np.tri(T, dtype=bool), scaled.shape)]
     row = seen["masked"]
@@ -264,7 +264,7 @@ def run_of(model, ids, traced):
     model.zero_grad()
     loss = trace(model, ids, targets=ids).output[1] if traced else model(ids, targets=ids)[1]
     loss.backward()
-    return [loss.item(), torch.rand(3).tolist(), *(p.grad.numpy().copy() for p in model.parameters())]
+    return [loss.item(), torch.rand(3).tolist(), *(p.grad.cpu().numpy().copy() for p in model.parameters())]
 
 
 def test_results_gradients_and_random_streams_are_the_same():
@@ -392,7 +392,7 @@ def test_half_precision():
 
 def test_nan_in_a_key_that_is_blocked_stays_out():
     k = torch.randn(B, H, T, Dh)
-    k.numpy()[:, :, -1] = math.nan
+    k[:, :, -1] = math.nan
     seen = trace(F.scaled_dot_product_attention, torch.randn(B, H, T, Dh), k, k, attn_mask=torch.tensor([True] * 4 + [False]))
     assert seen["scores"].nan == B * H * T and seen["A"].nan == seen["heads"].nan == 0
     assert not seen.output.isnan().any()

@@ -33,7 +33,7 @@ def assert_same_run(one, other):
 
 
 def weights(trainer):
-    return {name: p.detach().numpy().copy() for name, p in trainer.model.named_parameters()}
+    return {name: p.detach().cpu().numpy().copy() for name, p in trainer.model.named_parameters()}
 
 
 def test_the_loss_falls_and_the_files_are_written(tmp_path):
@@ -216,7 +216,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, bad):
     trainer = runs.trainer(tmp_path)
 
     def break_and_stop():
-        trainer.model.final_norm.weight.detach().numpy()[3] = bad
+        trainer.model.final_norm.weight.detach()[3] = bad
         return trainer.step == 2
     with pytest.raises(FloatingPointError, match="the weights became (nan|inf) after 2 steps"):
         trainer.train_step(), trainer.run(should_stop=break_and_stop)

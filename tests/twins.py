@@ -1,15 +1,16 @@
 """The check that a fused operation equals its composed twin, and the checks on memory that every operation passes."""
 import numpy as np
+from device import host
 
-from tinygrad_tf import from_numpy
+from tinygrad_tf import tensor
 
 
 def value_and_gradients(function, arrays, seed=7):
     """[y, d(Σ y · random)/d(each float array)] in NumPy."""
-    tensors = [from_numpy(a.copy()).requires_grad_(a.dtype.kind == "f") for a in arrays]
+    tensors = [tensor(a).requires_grad_(a.dtype.kind == "f") for a in arrays]
     y = function(*tensors)
-    y.backward(from_numpy(np.asarray(np.random.default_rng(seed).standard_normal(y.shape), dtype=y.array.dtype)))
-    return [y.detach().numpy()] + [t.grad.numpy() for t in tensors if t.grad is not None]
+    y.backward(tensor(np.asarray(np.random.default_rng(seed).standard_normal(y.shape), dtype=y.array.dtype)))
+    return [host(y)] + [host(t.grad) for t in tensors if t.grad is not None]
 
 
 def assert_twins(fused, composed, *arrays, tolerance=1e-12):
@@ -23,18 +24,18 @@ def assert_twins(fused, composed, *arrays, tolerance=1e-12):
 
 def assert_leaves_memory_alone(function, *arrays):
     """forward leaves the inputs as they were; backward does so with its upstream gradient and runs twice with one result."""
-    tensors = [from_numpy(a.copy()).requires_grad_(a.dtype.kind == "f") for a in arrays]
+    tensors = [tensor(a).requires_grad_(a.dtype.kind == "f") for a in arrays]
     y = function(*tensors)
-    dy = from_numpy(np.asarray(np.random.default_rng(3).standard_normal(y.shape), dtype=y.array.dtype))
-    before = dy.array.copy()
+    dy = tensor(np.asarray(np.random.default_rng(3).standard_normal(y.shape), dtype=y.array.dtype))
+    before = host(dy).copy()
     results = []
     for _ in range(2):
         y.backward(dy, retain_graph=True)
-        results.append([t.grad.numpy() for t in tensors if t.grad is not None])
+        results.append([host(t.grad) for t in tensors if t.grad is not None])
         for t in tensors:
             t.grad = None
-    np.testing.assert_array_equal(dy.array, before)
+    np.testing.assert_array_equal(host(dy), before)
     for t, a in zip(tensors, arrays):
-        np.testing.assert_array_equal(t.array, a)
+        np.testing.assert_array_equal(host(t), a)
     for first, second in zip(*results):
         np.testing.assert_array_equal(first, second)

@@ -50,6 +50,7 @@ from .ops.index import (argsort, bincount, gather, index_add, index_select, isin
                         scatter_add_ as scatter_add, searchsorted, take_along_dim, unique, where)
 from .ops.linear import bmm, dot, einsum, matmul, mm, mv, outer
 from .ops.reduce import (all_ as all, amax, amin, any_ as any, argmax, argmin, count_nonzero, cumsum, mean, norm, prod, std, sum, var)
+from .ops.sdpa import sdpa_backend
 from .ops.shape import (broadcast_to, cat, chunk, clone, diagonal, flatten, flip, meshgrid, movedim, permute, repeat_interleave, reshape,
                         roll, split, squeeze, stack, t, tile, transpose, tril, triu, unbind, unflatten, unsqueeze)
 from .ops.softmax import log_softmax, logsumexp, softmax

@@ -13,6 +13,7 @@ import functools
 import heapq
 import inspect
 import itertools
+import math
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ import weakref
 
 import numpy as np
 
-from .backend import array_module, check_one_device, is_writable, owner, quiet, sum_to
+from .backend import array_module, beside, check_one_device, is_writable, on_one_device, owner, quiet, sum_to
 
 Tensor = None                                   # set by register_tensor: the engine imports nothing below itself
 
@@ -171,6 +172,7 @@ class Function:
     __slots__ = ("saved", "inputs", "needs", "id", "shape", "dtype", "guards", "line", "retained", "hooks",
                  "__weakref__", "__dict__")
     registry = {}
+    mixes = False                               # may a single number on the CPU meet tensors of a GPU? As in PyTorch, element by element
 
     def __init_subclass__(cls):
         Function.registry[cls.__name__] = cls
@@ -181,12 +183,14 @@ class Function:
         node = cls()
         node.saved = None
         tensors = [a for a in args if isinstance(a, Tensor)]
+        if len(tensors) > 1 and "cupy" in sys.modules and not on_one_device([t.array for t in tensors]):
+            return cls.apply(*_met(cls, args, tensors))
         arrays = [a.array if isinstance(a, Tensor) else a for a in args]
         _check_inputs(cls.__name__, args, tensors)
         record = _mode.enabled
         node.needs = [record and isinstance(a, Tensor) and a.requires_grad for a in args]
         with np.errstate(all="ignore"):         # inf and NaN are results, as in PyTorch, and not warnings
-            out = node.forward(*arrays)
+            out = beside(tensors[0].array, node.forward, *arrays)
         if type(out) is not type(tensors[0].array):         # NumPy turns 0-d results into scalars
             out = _as_output(cls.__name__, out, tensors[0].array)
         version = _version_of(out, tensors)
@@ -224,19 +228,26 @@ def _as_output(op, out, like):
     """What forward returned, as an array."""
     if not hasattr(out, "dtype") or isinstance(out, Tensor):
         raise TypeError(f"{op}: forward must return an array, got {type(out).__name__}; is a `return` missing?")
-    return array_module(like).asarray(out)
+    return array_module(like).asarray(out) if isinstance(out, np.generic) else out      # not so an array that has moved: `.to("cuda")`
 
 
 def _check_inputs(op, args, tensors):
-    """Raises for a call without a tensor, for tensors of several devices, and for tensors whose history is out of date."""
+    """Raises for a call without a tensor, and for tensors whose history is out of date."""
     if not tensors:
         raise TypeError(f"{op}: expected a Tensor, got {', '.join(type(a).__name__ for a in args) or 'nothing'}; "
                         f"make one with tinygrad_tf.tensor(...)")
-    if len(tensors) > 1:
-        check_one_device(op, [t.array for t in tensors])
     if _mode.enabled:
         for t in tensors:
             t.check_history()
+
+
+def _met(cls, args, tensors):
+    """The arguments on one device: where `cls.mixes`, 0-d tensors of the CPU move to the GPU of the others; else RuntimeError."""
+    there = next(t.device for t in tensors if t.device.type != "cpu")
+    moves = [cls.mixes and isinstance(a, Tensor) and a.ndim == 0 and a.device.type == "cpu" for a in args]
+    met = [a.to(there) if move else a for a, move in zip(args, moves)]
+    check_one_device(cls.__name__, [a.array for a in met if isinstance(a, Tensor)])
+    return met
 
 
 # --- in-place writes: who notices --------------------------------------------------------------------------------
@@ -246,15 +257,36 @@ def _check_inputs(op, args, tensors):
 #   a tensor's history    after a *recorded* write its memory holds the result of another node than its own:
 #                         `tensor.seen` remembers version.recorded, and whoever uses the tensor compares (check_history)
 
+IGNORED = -100                                  # the label that losses leave out by default, PyTorch's ignore_index
+
+
 class Version:
     """Counts in-place writes to one piece of memory: `writes` all of them, `recorded` those that became part of a graph.
 
-    `leaves` refers weakly to the leaves that require a gradient and lie here.
+    `leaves` refers weakly to the leaves that require a gradient and lie here. `bounds` says what ids lie here on a GPU.
     """
-    __slots__ = ("writes", "recorded", "leaves", "__weakref__")
+    __slots__ = ("writes", "recorded", "leaves", "bounds", "__weakref__")
 
     def __init__(self):
-        self.writes, self.recorded, self.leaves = 0, 0, ()
+        self.writes, self.recorded, self.leaves, self.bounds = 0, 0, (), None
+
+    def note_bounds(self, ids):
+        """Keeps the range of what is being uploaded here from the host, if it is integers: they may become ids or labels."""
+        if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.size:
+            low, high = int(ids.min()), int(ids.max())
+            self.bounds = self.writes, low, high, low if low >= 0 else int(ids.min(where=ids != IGNORED, initial=high))
+
+    def inherit_bounds(self, version):
+        """The ids here are among those of another memory."""
+        if version.bounds is not None and version is not self and version.bounds[0] == version.writes:
+            self.bounds = self.writes, *version.bounds[1:]
+
+    def known_bounds(self, apart_from=None):
+        """(low, high) of the ids in this memory, (−∞, ∞) where nobody knows. apart_from=IGNORED: of the labels that count."""
+        if self.bounds is None or self.bounds[0] != self.writes:
+            return -math.inf, math.inf
+        _, low, high, lowest_label = self.bounds
+        return (lowest_label if apart_from == IGNORED else low), high
 
     def add_leaf(self, tensor):
         self.leaves = (*(leaf for leaf in self.leaves if leaf() is not None and leaf() is not tensor), weakref.ref(tensor))
@@ -302,7 +334,12 @@ def array_of(x):
 
 @quiet
 def backward(root, gradient=None, retain_graph=False):
-    """Adds d(root · gradient)/d(leaf) to `.grad` of every leaf below `root`.
+    """Adds d(root · gradient)/d(leaf) to `.grad` of every leaf below `root`."""
+    beside(root.array, _walk, root, gradient, retain_graph)
+
+
+def _walk(root, gradient, retain_graph):
+    """From the root to the leaves.
 
     Nodes are numbered as they are made, so an input's number is always smaller than its user's: taking the largest
     number first visits every node after all of its users. The walk keeps a heap and no recursion.
@@ -318,7 +355,7 @@ def backward(root, gradient=None, retain_graph=False):
         node, dy, _ = waiting.pop(-heapq.heappop(heap))
         if node.hooks or node.retained:
             dy = _show(node, dy)
-        gradients = node_backward(node, dy)
+        gradients = beside(dy, node_backward, node, dy)
         for source, g in zip(node.inputs, gradients):
             if g is None:
                 continue

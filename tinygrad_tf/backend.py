@@ -85,7 +85,10 @@ def array_module(*arrays):
 
 def is_writable(array):
     """False for memory that is read-only, or in which one place stands for several elements (expanded)."""
-    return getattr(array.flags, "writeable", True)
+    if isinstance(array, np.ndarray):
+        return array.flags.writeable
+    expanded = any(n > 1 and step == 0 for n, step in zip(array.shape, array.strides))
+    return not (array.size and expanded)        # CuPy's flags have no `writeable`: it writes wherever it is told to
 
 
 def device_of(array):
@@ -114,14 +117,38 @@ def to_device(array, dev):
         return cupy.asarray(array)
 
 
+def on_one_device(arrays):
+    """True where all arrays are on one device; without CuPy there is no other."""
+    if "cupy" not in sys.modules:
+        return True
+    devices = [device_of(a) for a in arrays]
+    return all(same_place(devices[0], dev) for dev in devices)
+
+
+def beside(array, function, *args):
+    """function(*args), with CuPy working on the GPU of this array: "cuda:1" needs no more than its name."""
+    if isinstance(array, (np.ndarray, np.generic)):
+        return function(*args)
+    with array.device:
+        return function(*args)
+
+
 def check_one_device(op, arrays):
     """Raises where arrays of several devices meet in one operation."""
-    if "cupy" not in sys.modules:
-        return
-    found = list(dict.fromkeys(str(device_of(a)) for a in arrays))
-    if len(found) > 1:
+    if not on_one_device(arrays):
+        found = list(dict.fromkeys(str(device_of(a)) for a in arrays))
         raise RuntimeError(f"{op}: all tensors must be on one device, got {' and '.join(found)}; "
                            f"move one of them with .to({found[0]!r})")
+
+
+def numbers_beside(op, arrays):
+    """Arrays for one operation: a 0-d array of the CPU, which is one number, goes to where the others are, as in PyTorch."""
+    if on_one_device(arrays):
+        return arrays
+    there = next((device_of(a) for a in arrays if device_of(a).type != "cpu"), CPU)
+    moved = [to_device(a, there) if a.ndim == 0 and device_of(a).type == "cpu" else a for a in arrays]
+    check_one_device(op, moved)
+    return moved
 
 
 def owner(array):
@@ -164,15 +191,44 @@ def sum_to(x, shape):
 
 
 def first_outside(ids, size):
-    """The first of the ids that is not in [0, size); None where all are. For errors: an id never wraps, as NumPy's would."""
-    if not ids.size or 0 <= ids.min() and ids.max() < size:
+    """The first of the ids that is not in [0, size); None where all are. For errors: an id never wraps, as NumPy's would.
+
+    On a GPU the host waits for the answer once: see `Version.bounds` for ids of which it is known beforehand.
+    """
+    if not ids.size or not _any_outside(ids, size):
         return None
     return int(ids[(ids < 0) | (ids >= size)].reshape(-1)[0])
 
 
+def _any_outside(ids, size):
+    if isinstance(ids, np.ndarray):
+        return not (0 <= ids.min() and ids.max() < size)
+    return bool(((ids < 0) | (ids >= size)).any())
+
+
+def may_hold(condition):
+    """Whether a 0-d condition holds; on a GPU True, for the host would have to wait to know. Guards work that changes nothing else."""
+    return not isinstance(condition, (np.bool_, np.ndarray)) or bool(condition)
+
+
+# Integers that CuPy cannot add atomically, and the type of the same width or the next wider one in which it can.
+_ATOMIC = {"int64": np.uint64, "bool": np.int32, "int8": np.int32, "uint8": np.int32, "int16": np.int32}
+
+
 def scatter_add(destination, index, values):
-    """destination[index] += values, where repeated indices add up (plain `+=` would keep one of them)."""
-    array_module(destination).add.at(destination, index, values)
+    """destination[index] += values, where repeated indices add up (plain `+=` would keep one of them).
+
+    On a GPU the order of the sums, and so their last digits, vary from run to run.
+    """
+    xp, atomic = array_module(destination), _ATOMIC.get(destination.dtype.name)
+    if xp is np or atomic is None:
+        xp.add.at(destination, index, values)
+    elif atomic is np.uint64:                   # sums modulo 2⁶⁴ are the same bits with and without a sign
+        xp.add.at(destination.view(np.uint64), index, values.astype(np.int64, copy=False).view(np.uint64))
+    else:
+        total = destination.astype(atomic)
+        xp.add.at(total, index, values.astype(atomic))
+        destination[...] = total.astype(destination.dtype)
 
 
 def tune_allocator():

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 from . import __version__
-from .backend import get_default_device, module_of, tune_allocator
+from .backend import device, get_default_device, module_of, tune_allocator
 from .creation import tensor
 from .data import baselines, load_text, require_length
 from .generation import stream
+from .models.common import device_of_model
 from .random import Generator
 from .serialization import one_line, write_atomically
 from .training import PRESETS, TrainConfig, Trainer, evaluation
@@ -53,7 +54,18 @@ def run(argv):
     if argv is None:
         use_threads(arguments.threads)
     check_installation()
+    arguments.device = chosen_device(arguments.device)
     return arguments.command(arguments) or 0
+
+
+def chosen_device(name):
+    """The device of that name, or the default one. What is no device, or is not there, ends in one sentence before any work."""
+    try:
+        chosen = get_default_device() if name is None else device(name)
+        module_of(chosen)
+    except RuntimeError as error:
+        raise UserError(one_line(error)) from None
+    return chosen
 
 
 def use_threads(wanted):
@@ -85,10 +97,6 @@ def check_installation():
     """Before any work is done: what is missing says how to get it."""
     if missing := [name for name in ("safetensors", "tqdm", "matplotlib") if importlib.util.find_spec(name) is None]:
         raise UserError(f"the command line needs packages that are not installed: pip install {' '.join(missing)}")
-    try:
-        module_of(get_default_device())
-    except RuntimeError as error:
-        raise UserError(one_line(error)) from None
 
 
 def fail(message, status):
@@ -137,6 +145,8 @@ def build_parser():
     _add_generate(commands)
     _add_evaluate(commands)
     for p in commands.choices.values():
+        p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: TINYGRAD_TF_DEVICE, else cpu); a run may be "
+                                                          "resumed, and a model used, on another device than it was trained on")
         p.add_argument("--threads", type=int, metavar="N", help="threads of the matrix products (default: OPENBLAS_NUM_THREADS, else 1; "
                                                                 "more are faster on an idle machine and slower on a busy one)")
     return parser
@@ -198,7 +208,7 @@ def start(arguments):
     folder = arguments.out or free_folder()
     if (folder / CHECKPOINT).exists():
         raise UserError(f"{folder} already holds a run: continue it with --resume {shlex.quote(str(folder))}, or name another --out")
-    trainer = Trainer(configuration(arguments), arguments.text or ["python-docs"], folder)
+    trainer = Trainer(configuration(arguments), arguments.text or ["python-docs"], folder, arguments.device)
     folder.mkdir(parents=True, exist_ok=arguments.out is not None)      # two commands never choose one free folder
     return trainer
 
@@ -208,7 +218,7 @@ def resume(arguments):
     if given := [name for name in ("out", "preset", *SETTINGS) if getattr(arguments, name) is not None]:
         raise UserError(f"--resume continues with the folder and settings of the run; leave out --{given[0].replace('_', '-')}")
     folder = newest_run() if arguments.resume is True else Path(arguments.resume)
-    trainer = Trainer.resume(folder, arguments.text)
+    trainer = Trainer.resume(folder, arguments.text, arguments.device)
     print(f"Resuming {folder} at step {trainer.step} of {trainer.config.steps}.")
     return trainer
 
@@ -243,7 +253,8 @@ def describe(trainer):
     print(f"Text: {' '.join(map(str, trainer.sources))}: {len(trainer.train_ids):,} characters to train on, "
           f"{len(trainer.validation_ids):,} held out, V_vocab = {trainer.tokenizer.vocab_size}.")
     print(f"Model: {c.layers} layers, C = {c.dim}, H = {c.heads}, T = {c.context}: {parameters:,} parameters. "
-          f"{c.steps} steps of {c.batch_size} × {c.context} tokens. Folder: {trainer.folder}", flush=True)
+          f"{c.steps} steps of {c.batch_size} × {c.context} tokens. "
+          f"{'' if trainer.device.type == 'cpu' else f'Device: {trainer.device}. '}Folder: {trainer.folder}", flush=True)
 
 
 def train_with_bar(trainer):
@@ -324,9 +335,9 @@ def default_prompt(tokenizer):
 
 def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed):
     """The continuation of a prompt, character by character. ValueError, before the first, for what cannot be done."""
-    ids = tensor(tokenizer.encode(prompt, errors="strict")[None])
+    ids = tensor(tokenizer.encode(prompt, errors="strict")[None], device=device_of_model(model))
     tokens = stream(model, ids, max_new_tokens, temperature, top_k, Generator().manual_seed(seed))
-    return (tokenizer.decode(next_id.numpy()[0]) for next_id in tokens)
+    return (tokenizer.decode(next_id.cpu().numpy()[0]) for next_id in tokens)
 
 
 # --- generate and evaluate --------------------------------------------------------------------------------------------
@@ -334,7 +345,7 @@ def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, se
 def generate(arguments):
     if arguments.prompt == "":
         raise UserError("--prompt is empty; give at least one character, or leave it out")
-    model, tokenizer, _ = load_model(chosen_run(arguments))
+    model, tokenizer, _ = load_model(chosen_run(arguments), arguments.device)
     prompt = arguments.prompt or default_prompt(tokenizer)
     if unknown := [character for character in prompt if character not in tokenizer.characters]:
         raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
@@ -348,7 +359,7 @@ def generate(arguments):
 def evaluate(arguments):
     tune_allocator()
     folder = chosen_run(arguments)
-    model, tokenizer, state = load_model(folder)
+    model, tokenizer, state = load_model(folder, arguments.device)
     sources = arguments.text or state["sources"]
     _, train_ids, validation_ids = encode_split(load_text(sources), tokenizer)
     require_length(validation_ids, 1, "held-out text")

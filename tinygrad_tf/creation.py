@@ -6,7 +6,7 @@ import numpy as np
 
 from . import dtypes, random
 from .autograd import array_of, constant
-from .backend import array_module, get_default_device, quiet, to_device
+from .backend import CPU, array_module, get_default_device, numbers_beside, quiet, to_device
 from .backend import device as make_device
 from .dtypes import numpy_dtype
 from .ops.arithmetic import broadcast
@@ -47,9 +47,9 @@ def _from_list(data):
 
 
 def _plain(data):
-    """Tensors inside nested lists become arrays."""
+    """Tensors inside nested lists become arrays of the host."""
     if isinstance(data, Tensor):
-        return data.array
+        return to_device(data.array, CPU)
     return [_plain(v) for v in data] if isinstance(data, (list, tuple)) else data
 
 
@@ -62,8 +62,10 @@ def _numpy_leaves(data):
 
 def _finish(array, dtype=None, device=None, requires_grad=False):
     array = array if dtype is None else array.astype(numpy_dtype(dtype), copy=False)
-    array = to_device(array, get_default_device() if device is None else make_device(device))
-    return constant(array).requires_grad_(requires_grad)
+    made = constant(to_device(array, get_default_device() if device is None else make_device(device)))
+    if made.array is not array:
+        made.version.note_bounds(array)
+    return made.requires_grad_(requires_grad)
 
 
 def tensor(data, *, dtype=None, device=None, requires_grad=False):
@@ -203,7 +205,7 @@ def get_rng_state():
 
 def set_rng_state(new_state):
     """Puts the default generator into a state that `get_rng_state` returned, here or in PyTorch."""
-    random.set_rng_state(array_of(new_state))
+    random.set_rng_state(to_device(new_state.array, CPU) if isinstance(new_state, Tensor) else new_state)
 
 
 def randperm(n, *, generator=None, dtype=None, device=None):
@@ -237,13 +239,13 @@ def randint_like(input, low, high=None, **options):
 
 def bernoulli(input, *, generator=None):
     """1 with probability input, else 0, element by element."""
-    p = to_device(input.array, make_device("cpu"))
+    p = to_device(input.array, CPU)
     return _finish(np.asarray(chosen(generator).bernoulli(p)).astype(input.array.dtype), None, input.device)
 
 
 def multinomial(input, num_samples, replacement=False, *, generator=None):
     """Indices drawn with the given weights, [n] or [rows, n]. An index of weight 0 is never drawn."""
-    weights = to_device(input.array, make_device("cpu"))
+    weights = to_device(input.array, CPU)
     return _finish(chosen(generator).multinomial(weights, num_samples, replacement), None, input.device)
 
 
@@ -262,8 +264,8 @@ def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     if input.dtype != other.dtype or rtol < 0 or atol < 0:
         raise RuntimeError(f"isclose: needs two tensors of one dtype and tolerances ≥ 0, got {input.dtype} and {other.dtype}, "
                            f"rtol {rtol}, atol {atol}")
-    xp = array_module(input.array)
-    a, b = broadcast("isclose", input.array, other.array)
+    a, b = broadcast("isclose", *numbers_beside("isclose", [input.array, other.array]))
+    xp = array_module(a)
     return constant(xp.asarray(xp.isclose(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)))
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from . import autograd, dtypes
 from .arguments import public, require_tensors
 from .autograd import Version, constant
-from .backend import array_module, device_of, is_writable, same_place, to_device
+from .backend import array_module, check_one_device, device_of, is_writable, on_one_device, same_place, to_device
 from .backend import device as Device
 from .display import tensor_repr
 from .ops import activation, arithmetic, index, linear, reduce, softmax
@@ -84,6 +84,8 @@ class Tensor:
         if grad is not None and (grad.array.shape != self.array.shape or grad.array.dtype != self.array.dtype):
             raise RuntimeError(f"grad: a gradient has the shape and dtype of its tensor, {tuple(self.shape)} and {self.dtype}; "
                                f"assigned was one of {tuple(grad.shape)} and {grad.dtype}")
+        if grad is not None:
+            check_one_device("grad", [self.array, grad.array])
         self._grad = grad
 
     def size(self, dim=None): return self.shape if dim is None else self.array.shape[reduce.normalize_dim("size", dim, self.ndim)]
@@ -259,7 +261,11 @@ class Tensor:
         self.seen = self.version.recorded
 
     def __setitem__(self, key, value):
-        key = index.as_index(key)
+        key = index.beside(self.array, index.as_index(key))
+        if isinstance(value, Tensor) and not on_one_device([self.array, value.array]):
+            if value.ndim and not index.is_basic(key):
+                check_one_device("setitem with an index of tensors", [self.array, value.array])
+            value = _move(value, self.device)           # as copy_ does; see docs/gpu.md
         if isinstance(value, Tensor) and self._just_written_through(value, key):
             self.seen = value.seen
         wants_gradient = self.requires_grad or isinstance(value, Tensor) and value.requires_grad
@@ -286,7 +292,7 @@ class Tensor:
         return self._write(index.masked_fill, constant(array_module(self.array).ones((), bool)), value)
     def _fill_with(self, numbers):
         """Random numbers drawn on the host, written in place."""
-        self[...] = constant(array_module(self.array).asarray(numbers))
+        self[...] = constant(to_device(np.asarray(numbers), self.device))
         return self
 
     def uniform_(self, a=0.0, b=1.0, *, generator=None):
@@ -361,7 +367,9 @@ class Tensor:
     def allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
         from .creation import allclose
         return allclose(self, other, rtol, atol, equal_nan)
-    def equal(self, other): return self.array.shape == other.array.shape and bool((self.array == other.array).all())
+    def equal(self, other):
+        check_one_device("equal", [self.array, other.array])
+        return self.array.shape == other.array.shape and bool((self.array == other.array).all())
     def multinomial(self, num_samples, replacement=False, *, generator=None):
         from .creation import multinomial
         return multinomial(self, num_samples, replacement, generator=generator)
@@ -464,7 +472,11 @@ def device_and_dtype(args, device=None, dtype=None):
 
 
 def _move(x, target):
-    return x if same_place(x.device, target) else ToDevice.apply(x, target)
+    if same_place(x.device, target):
+        return x
+    moved = ToDevice.apply(x, target)
+    moved.version.note_bounds(x.array)
+    return moved
 
 
 def _extreme(x, dim, keepdim, which, pairwise, over_all):

@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from .autograd import Function, constant, no_grad, observing
-from .backend import array_module, at_least_float32, owner
+from .backend import CPU, at_least_float32, owner, to_device
 from .nn.module import Module
+from .ops.flash_attention import band_tiles
 from .ops.softmax import softmax
 from .tensor import Tensor
 
@@ -342,11 +343,10 @@ class _Recorder:
 
 def _statistics(x):
     """min, mean and max of the finite values (None where there is none), how many are NaN, and how many infinite."""
-    xp = array_module(x)
-    nan = inf = 0
+    x, nan, inf = to_device(x, CPU), 0, 0
     if x.dtype.kind == "f":
-        finite = xp.isfinite(x)
-        nan = int(xp.isnan(x).sum())
+        finite = np.isfinite(x)
+        nan = int(np.isnan(x).sum())
         inf = int(x.size - finite.sum()) - nan
         x = x[finite] if nan or inf else x
     if not x.size:
@@ -687,7 +687,8 @@ def count_flops(module, *inputs, **kwargs):
 
     Two for each multiply-add: Linear 2 · rows · in · out, Matmul 2 · n · k · m for each matrix, Attention 4 · Tq · Tk · Dh for each
     head (scores, and weighted values), Einsum 2 · all its letters. What is blocked counts too: the dense computation
-    does it. Backward costs about twice as much again. In all, attention has projections O(B T C²), scores and A V O(B T² C).
+    does it; TiledAttention counts the tiles that its band touches. Backward costs about twice as much again. In all, attention has
+    projections O(B T C²), scores and A V O(B T² C).
     """
     with no_grad():
         return _record(module, inputs, kwargs, values=False).flops
@@ -718,6 +719,13 @@ def _attention_flops(q, k, v, *rest):
     return attention_flops(heads * _shape(q)[-2] * _shape(k)[-2], _shape(q)[-1], _shape(v)[-1])
 
 
+def _tiled_flops(q, k, v, bias, allowed, valid, plan):
+    """Of the tiles that the band touches; those that a mask leaves empty count, for that takes a look at the mask."""
+    heads = math.prod(np.broadcast_shapes(_shape(q)[:-2], _shape(k)[:-2], _shape(v)[:-2]))
+    pairs = sum(len(rows) * len(keys) for rows, keys in band_tiles(_shape(q)[-2], _shape(k)[-2], plan.band, plan.tile))
+    return attention_flops(heads * pairs, _shape(q)[-1], _shape(v)[-1])
+
+
 def _weights_flops(q, k, *rest):
     heads = math.prod(np.broadcast_shapes(_shape(q)[:-2], _shape(k)[:-2]))
     return attention_flops(heads * _shape(q)[-2] * _shape(k)[-2], _shape(q)[-1], 0)
@@ -730,7 +738,7 @@ def _einsum_flops(equation, *operands):
 
 
 FLOPS = {"Matmul": _matmul_flops, "Linear": _linear_flops, "Attention": _attention_flops, "AttentionWeights": _weights_flops,
-         "Einsum": _einsum_flops}
+         "TiledAttention": _tiled_flops, "KernelAttention": _attention_flops, "Einsum": _einsum_flops}
 
 
 class SavedBytes(Counts):

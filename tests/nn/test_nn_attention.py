@@ -47,7 +47,7 @@ def layer_and_input(num_heads=4, num_kv_heads=None, seed=0, **options):
 def reference(layer, x, context, visible):
     """Attention with loops over samples, heads and queries; `visible` [B, H, Tq, Tk]."""
     def project(linear, y):
-        return y @ linear.weight.detach().numpy().T + (0 if linear.bias is None else linear.bias.detach().numpy())
+        return y @ linear.weight.detach().cpu().numpy().T + (0 if linear.bias is None else linear.bias.detach().cpu().numpy())
     Dh, group = layer.head_dim, layer.num_heads // layer.num_kv_heads
     q, k, v = project(layer.q_proj, x), project(layer.k_proj, context), project(layer.v_proj, context)
     out, weights = np.zeros(q.shape), np.zeros((len(x), layer.num_heads, x.shape[1], context.shape[1]))
@@ -78,17 +78,17 @@ def test_every_mix_of_masks_is_what_it_says(heads, causal, tokens, allowed, bias
     if causal:
         visible &= np.tri(T, dtype=bool)
     if valid is not None:
-        visible &= valid.numpy()[:, None, None, :]
+        visible &= valid.cpu().numpy()[:, None, None, :]
     if extra is not None:
-        visible &= extra.numpy()
-    out, weights = reference(layer, x.numpy(), x.numpy(), visible)
+        visible &= extra.cpu().numpy()
+    out, weights = reference(layer, x.cpu().numpy(), x.cpu().numpy(), visible)
     if valid is not None:
-        out = np.where(valid.numpy()[:, :, None], out, 0.0)
+        out = np.where(valid.cpu().numpy()[:, :, None], out, 0.0)
     options = {"causal": causal, "valid_tokens": valid, "allowed": extra}
     ours, ours_weights = layer(x, return_weights=True, **options)
-    np.testing.assert_allclose(layer(x, **options).detach().numpy(), out, atol=1e-12)
-    np.testing.assert_allclose(ours.detach().numpy(), out, atol=1e-12)
-    np.testing.assert_allclose(ours_weights.detach().numpy(), weights, atol=1e-12)
+    np.testing.assert_allclose(layer(x, **options).detach().cpu().numpy(), out, atol=1e-12)
+    np.testing.assert_allclose(ours.detach().cpu().numpy(), out, atol=1e-12)
+    np.testing.assert_allclose(ours_weights.detach().cpu().numpy(), weights, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"valid_tokens": LEFT_PADDED, "causal": True}, {"allowed": ALLOWED["plane"]},
@@ -117,7 +117,7 @@ def test_padding_changes_nothing_for_real_tokens():
     np.testing.assert_allclose(padded[:1, 2:].tolist(), alone.tolist(), atol=1e-12)
     assert (padded[0, :2] == 0).all()
     padded.sum().backward()
-    assert all(np.isfinite(p.grad.numpy()).all() for p in layer.parameters())
+    assert all(np.isfinite(p.grad.cpu().numpy()).all() for p in layer.parameters())
 
 
 def test_no_nan_comes_out_of_a_masked_key():
@@ -126,7 +126,7 @@ def test_no_nan_comes_out_of_a_masked_key():
     for options in ({}, {"return_weights": True}):
         out = layer(x, valid_tokens=LEFT_PADDED, **options)
         out = out[0] if options else out
-        assert np.isfinite(out.detach().numpy()).all()
+        assert np.isfinite(out.detach().cpu().numpy()).all()
 
 
 def test_causal_outputs_do_not_depend_on_later_tokens():
@@ -157,8 +157,8 @@ def test_cached_equals_uncached(chunks, tokens, num_kv_heads, return_weights):
 def test_cross_attention():
     layer, x = layer_and_input()
     context, valid = torch.randn(B, 3, C, dtype=torch.float64), torch.tensor([[True, True, False], [True, True, True]])
-    visible = np.broadcast_to(valid.numpy()[:, None, None, :], (B, 4, T, 3))
-    expected, weights = reference(layer, x.numpy(), context.numpy(), visible)
+    visible = np.broadcast_to(valid.cpu().numpy()[:, None, None, :], (B, 4, T, 3))
+    expected, weights = reference(layer, x.cpu().numpy(), context.cpu().numpy(), visible)
     out, ours = layer(x, context, valid_tokens=valid, return_weights=True)
     np.testing.assert_allclose(out.tolist(), expected, atol=1e-12)
     np.testing.assert_allclose(ours.tolist(), weights, atol=1e-12)
@@ -173,9 +173,9 @@ def test_dropout_acts_on_the_weights_in_training(num_kv_heads):
     torch.manual_seed(1)
     np.testing.assert_allclose(layer(x, causal=True).tolist(), out.tolist(), atol=1e-12)
     _, whole = layer.eval()(x, causal=True, return_weights=True)
-    kept = weights.detach().numpy() != 0
-    assert kept.sum() < (whole.detach().numpy() != 0).sum()
-    np.testing.assert_allclose(weights.detach().numpy()[kept], 2 * whole.detach().numpy()[kept], atol=1e-12)
+    kept = weights.detach().cpu().numpy() != 0
+    assert kept.sum() < (whole.detach().cpu().numpy() != 0).sum()
+    np.testing.assert_allclose(weights.detach().cpu().numpy()[kept], 2 * whole.detach().cpu().numpy()[kept], atol=1e-12)
     assert (layer(x) == layer(x)).all()
 
 
@@ -220,11 +220,11 @@ def test_inputs_that_do_not_fit_are_refused(options):
     (lambda layer, x: layer(x, x, 1), r"causal must be a bool.* got 1 \(int\)"),
     (lambda layer, x: layer(x, causal=None), "causal must be a bool"),
     (lambda layer, x: layer(x, causal=nn.masks.causal_mask(T)), "causal must be a bool"),
-    (lambda layer, x: layer(x.numpy()), "x must be a float tensor"),
-    (lambda layer, x: layer(x, x.numpy()), "context must be a tensor"),
+    (lambda layer, x: layer(x.cpu().numpy()), "x must be a float tensor"),
+    (lambda layer, x: layer(x, x.cpu().numpy()), "context must be a tensor"),
     (lambda layer, x: layer(x, True), "context must be a tensor"),
     (lambda layer, x: layer(x, list(layer.keys_and_values(x))), "context must be a tensor .* keys_and_values"),
-    (lambda layer, x: layer(x, (x.numpy(), x.numpy())), "context must be a tensor .* keys_and_values"),
+    (lambda layer, x: layer(x, (x.cpu().numpy(), x.cpu().numpy())), "context must be a tensor .* keys_and_values"),
     (lambda layer, x: layer(x, valid_tokens=[[True] * T] * B), r"valid_tokens must be a boolean tensor \[B, Tk\]"),
     (lambda layer, x: layer(x, valid_tokens=np.ones((B, T), bool)), "valid_tokens must be a boolean tensor"),
     (lambda layer, x: layer(x, allowed=[[True] * T] * T), "allowed must be a boolean tensor"),
@@ -297,7 +297,7 @@ def test_a_sample_of_padding_alone_gives_zeros(need_weights):
     out, _ = layer(x, x, x, key_padding_mask=~NOBODY, need_weights=need_weights)
     assert (out[0] == layer.out_proj.bias).all()
     out.sum().backward()
-    assert np.isfinite(x.grad.numpy()).all() and (x.grad[0] == 0).all()
+    assert np.isfinite(x.grad.cpu().numpy()).all() and (x.grad[0] == 0).all()
 
 
 def test_dropout_of_both_paths_is_one_stream():
@@ -311,6 +311,7 @@ def test_dropout_of_both_paths_is_one_stream():
 
 
 @pytest.mark.torch
+@pytest.mark.host("dropout on a GPU has a stream of its own")
 def test_dropout_is_that_of_pytorch():
     theirs = pytest.importorskip("torch")
     outs = []
@@ -501,18 +502,18 @@ def test_rope_causal_grouped_window_and_score_function_at_once(packed, return_we
     def score_mod(score, b, h, i, j):
         return score - 0.1 * (h * (i - j)).to(score.dtype)          # whole numbers times 0.1 alone would be float32
     out = layer(x, causal=True, valid_tokens=LEFT, mask_mod=mod, score_mod=score_mod, return_weights=return_weights)
-    out = (out[0] if return_weights else out).detach().numpy()
-    q = layer.rope(layer.q_proj(x).reshape(B, N, 4, 2).transpose(1, 2)).detach().numpy()
+    out = (out[0] if return_weights else out).detach().cpu().numpy()
+    q = layer.rope(layer.q_proj(x).reshape(B, N, 4, 2).transpose(1, 2)).detach().cpu().numpy()
     k, v = layer.keys_and_values(x)
-    k, v = layer.rope(k).detach().numpy(), v.detach().numpy()
-    mixed, real, texts = np.zeros((B, N, C)), LEFT.numpy(), segments.numpy() if packed else np.zeros((B, N))
+    k, v = layer.rope(k).detach().cpu().numpy(), v.detach().cpu().numpy()
+    mixed, real, texts = np.zeros((B, N, C)), LEFT.cpu().numpy(), segments.cpu().numpy() if packed else np.zeros((B, N))
     for b, h, i in np.ndindex(B, 4, N):
         keys = [j for j in range(max(0, i - 2), i + 1) if real[b, j] and texts[b, i] == texts[b, j]]
         if keys:
             scores = k[b, h // 2, keys] @ q[b, h, i] / math.sqrt(2) - 0.1 * h * (i - np.array(keys))
             e = np.exp(scores - scores.max())
             mixed[b, i, 2 * h:2 * h + 2] = e / e.sum() @ v[b, h // 2, keys]
-    expected = mixed @ layer.out_proj.weight.detach().numpy().T + layer.out_proj.bias.detach().numpy()
+    expected = mixed @ layer.out_proj.weight.detach().cpu().numpy().T + layer.out_proj.bias.detach().cpu().numpy()
     np.testing.assert_allclose(out, np.where(real[:, :, None], expected, 0), atol=1e-12)
 
 

@@ -195,7 +195,7 @@ def reference(cell, model, x):
     """y of x [..., B, T, C], real or complex."""
     layer, at = model.attention, places(cell.rows)
     if cell.position == "learned":
-        x = x + model.added.weight.detach().numpy()[at]
+        x = x + model.added.weight.detach().cpu().numpy()[at]
     if cell.position == "sinusoidal":
         angles = at[..., None] * 10000.0 ** (-np.arange(0, C, 2) / C)
         x = x + np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(B, T, C).astype(np.float32)     # a buffer in float32
@@ -203,7 +203,7 @@ def reference(cell, model, x):
 
     def project(linear, x, head=None):
         part = slice(None) if head is None else slice(head * DH, (head + 1) * DH)
-        return x @ linear.weight.detach().numpy()[part].T + linear.bias.detach().numpy()[part]
+        return x @ linear.weight.detach().cpu().numpy()[part].T + linear.bias.detach().cpu().numpy()[part]
     heads = []
     for h in range(H):
         shared = h * HEADS[cell.heads] // H
@@ -228,14 +228,14 @@ def reference_gradient(cell, model, x, dy, step=1e-30):
 
 def largest_error(found, expected):
     """Relative to the largest number that is expected."""
-    return np.abs(found.double().numpy() - expected).max() / np.abs(expected).max()
+    return np.abs(found.double().cpu().numpy() - expected).max() / np.abs(expected).max()
 
 
 def errors_of(cell):
     """{(kind, dtype, what): largest error}, for outputs and gradients of the input."""
     x, dy = torch.randn(B, T, C), torch.randn(B, T, C)
     model = model_of(cell, dtype=torch.float64)
-    arrays = x.double().numpy(), dy.double().numpy()
+    arrays = x.double().cpu().numpy(), dy.double().cpu().numpy()
     y, dx = reference(cell, model, arrays[0]), reference_gradient(cell, model, *arrays)
     errors = {}
     for kind, dtype in itertools.product((Positioned, ThroughTheCall), TOLERANCE):
@@ -315,7 +315,7 @@ def test_cached_is_uncached(cell):
     model, x = model_of(cell), torch.randn(B, T, C, dtype=torch.float64)
     whole = model(x, **given(cell.rows))
     for chunks in ((1,) * T, (2, 1, 4), (T,)):
-        assert largest_error(in_chunks(model, x, chunks, **given(cell.rows)), whole.detach().numpy()) < 1e-12
+        assert largest_error(in_chunks(model, x, chunks, **given(cell.rows)), whole.detach().cpu().numpy()) < 1e-12
 
 
 # --- padding and packing ------------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ mixes = pytest.mark.parametrize("heads, sight, position", list(itertools.product
 
 def assert_close(found, expected):
     for a, b in zip(found, expected):
-        assert a.shape == b.shape and largest_error(a, b.numpy()) < 1e-12
+        assert a.shape == b.shape and largest_error(a, b.cpu().numpy()) < 1e-12
 
 
 @mixes
@@ -412,7 +412,7 @@ def test_a_future_token_changes_no_earlier_logits(make, left, cached):
 @pytest.mark.parametrize("chunks", [None, (4, 1, 5), (3,) + (1,) * T], ids=["whole", "cached", "token by token"])
 def test_padding_changes_no_logits(make, chunks):
     model, ids = large(make), torch.randint(V_VOCAB, (B, T))
-    alone = read(model, ids).numpy()
+    alone = read(model, ids).cpu().numpy()
     for left in 0, 1, PADDED:
         together, valid = padded_ids(ids, left)
         assert largest_error(read(model, together, chunks, valid)[:, left:left + T], alone) < 1e-11
@@ -428,7 +428,7 @@ def test_padding_changes_no_gradient(make):
         wanted[:, slice(None) if left is None else slice(left, left + T)] = targets
         model.zero_grad()
         model(together, wanted, valid_tokens=valid)[1].backward()
-        gradients = [p.grad.numpy().copy() for p in model.parameters()]
+        gradients = [p.grad.cpu().numpy().copy() for p in model.parameters()]
         expected = gradients if expected is None else expected
         largest = max(np.abs(alone).max() for alone in expected)            # that of b_k is 0: it moves all scores of a query alike
         for found, alone in zip(gradients, expected):

@@ -47,8 +47,8 @@ def test_block_is_pytorchs_encoder_layer(name, norm_first):
     x = torch.tensor(np.random.default_rng(0).normal(size=(2, 5, 8)), requires_grad=True)
     out = block(x, causal=True)
     (out ** 2).sum().backward()
-    np.testing.assert_allclose(out.detach().numpy(), RECORDED[f"block.{name}.out"], rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(x.grad.numpy(), RECORDED[f"block.{name}.dx"], rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(out.detach().cpu().numpy(), RECORDED[f"block.{name}.out"], rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(x.grad.cpu().numpy(), RECORDED[f"block.{name}.dx"], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.torch
@@ -58,10 +58,10 @@ def test_block_is_pytorchs_encoder_layer_live(norm_first):
     layer = theirs.nn.TransformerEncoderLayer(8, 2, 16, activation="relu", batch_first=True, norm_first=norm_first,
                                               dtype=theirs.float64).eval()
     block = nn.TransformerBlock(8, 2, 16, norm_first=norm_first, activation="relu").double().eval()
-    block.load_state_dict(from_encoder_layer("", lambda k: layer.state_dict()[k].numpy()))
+    block.load_state_dict(from_encoder_layer("", lambda k: layer.state_dict()[k].cpu().numpy()))
     x, valid = np.random.default_rng(1).normal(size=(2, 5, 8)), np.array([[True] * 5, [True] * 3 + [False] * 2])
-    ours = block(torch.tensor(x), valid_tokens=torch.tensor(valid)).detach().numpy()
-    out = layer(theirs.tensor(x), src_key_padding_mask=theirs.tensor(~valid)).detach().numpy()
+    ours = block(torch.tensor(x), valid_tokens=torch.tensor(valid)).detach().cpu().numpy()
+    out = layer(theirs.tensor(x), src_key_padding_mask=theirs.tensor(~valid)).detach().cpu().numpy()
     np.testing.assert_allclose(ours[valid], out[valid], rtol=1e-10, atol=1e-12)
 
 

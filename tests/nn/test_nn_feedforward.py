@@ -38,8 +38,8 @@ def test_the_formula(make, name, bias):
     ffn, x = make(bias=bias).double(), tokens(B, T, C)
 
     def linear(layer, x):
-        return x @ layer.weight.detach().numpy().T + (layer.bias.detach().numpy() if bias else 0)
-    hidden = SIGMA[name](linear(ffn.gate_proj, x.numpy())) * linear(ffn.up_proj, x.numpy())
+        return x @ layer.weight.detach().cpu().numpy().T + (layer.bias.detach().cpu().numpy() if bias else 0)
+    hidden = SIGMA[name](linear(ffn.gate_proj, x.cpu().numpy())) * linear(ffn.up_proj, x.cpu().numpy())
     np.testing.assert_allclose(ffn(x).tolist(), linear(ffn.down_proj, hidden), rtol=1e-10, atol=1e-12)
 
 
@@ -64,9 +64,9 @@ def test_against_pytorch(activation):
     theirs = pytest.importorskip("torch")
     sigma = {"silu": theirs.nn.functional.silu, "gelu": theirs.nn.functional.gelu, "relu": theirs.relu, "sigmoid": theirs.sigmoid}
     ffn, x = nn.GatedFeedForward(C, CFF, activation), torch.randn(B, T, C)
-    x_, gate, up, down = (theirs.tensor(t.detach().numpy()) for t in (x, *(p for p in ffn.parameters())))
+    x_, gate, up, down = (theirs.tensor(t.detach().cpu().numpy()) for t in (x, *(p for p in ffn.parameters())))
     expected = (sigma[activation](x_ @ gate.T) * (x_ @ up.T)) @ down.T
-    np.testing.assert_allclose(ffn(x).detach().numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ffn(x).detach().cpu().numpy(), expected.cpu().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_acts_between_the_two_layers_in_training_only():

@@ -77,9 +77,9 @@ def test_outputs_are_those_of_pytorch(name):
               "CrossEntropyLoss": "CrossEntropyLoss(T([1.0, 2.0, 3.0, 4.0]), label_smoothing=0.1)"}.get(name, f"{name}()")
     twin = eval("nn." + source, {"nn": theirs.nn, "T": theirs.tensor}).double()
     layer.double()
-    twin.load_state_dict({k: theirs.tensor(v.numpy()) for k, v in layer.state_dict().items()})
-    expected = twin(*(theirs.tensor(x.detach().numpy()) for x in inputs))
-    np.testing.assert_allclose(layer(*inputs).detach().numpy(), expected.detach().numpy(), rtol=1e-12, atol=1e-14)
+    twin.load_state_dict({k: theirs.tensor(v.cpu().numpy()) for k, v in layer.state_dict().items()})
+    expected = twin(*(theirs.tensor(x.detach().cpu().numpy()) for x in inputs))
+    np.testing.assert_allclose(layer(*inputs).detach().cpu().numpy(), expected.detach().cpu().numpy(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -122,7 +122,7 @@ def test_embedding_padding_row():
 def test_dropout_acts_in_training_alone():
     layer, x = nn.Dropout(0.25), torch.ones(1000)
     y = layer(x)
-    assert set(np.unique(y.numpy())) == {np.float32(0), np.float32(1 / 0.75)} and 200 < int((y == 0).sum()) < 300
+    assert set(np.unique(y.cpu().numpy())) == {np.float32(0), np.float32(1 / 0.75)} and 200 < int((y == 0).sum()) < 300
     assert (layer.eval()(x) == x).all() and (nn.Dropout(1.0)(x) == 0).all() and (nn.Dropout(0.0)(x) == x).all()
 
 

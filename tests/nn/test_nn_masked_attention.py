@@ -33,13 +33,13 @@ def alibi_like(score, b, h, q_idx, kv_idx):
 
 def plain(q, k, v, visible, bias=None, score_mod=None, scale=None):
     """(A V, A), with a copy of its key head for every query head."""
-    q, k, v = (x.detach().numpy() for x in (q, k, v))
+    q, k, v = (x.detach().cpu().numpy() for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     scores = q @ k.swapaxes(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if score_mod is not None:
         b, h, i, j = np.ogrid[:B, :H, :q.shape[2], :k.shape[2]]
-        scores = score_mod(torch.tensor(scores), *map(torch.tensor, (b, h, i + k.shape[2] - q.shape[2], j))).numpy()
-    scores = np.where(visible, scores + (0 if bias is None else bias.numpy()), -np.inf)
+        scores = score_mod(torch.tensor(scores), *map(torch.tensor, (b, h, i + k.shape[2] - q.shape[2], j))).cpu().numpy()
+    scores = np.where(visible, scores + (0 if bias is None else bias.cpu().numpy()), -np.inf)
     top = scores.max(axis=-1, keepdims=True, initial=-1e9)
     e = np.exp(scores - top)
     weights = e / np.maximum(e.sum(axis=-1, keepdims=True), 1e-300)
@@ -59,17 +59,17 @@ def test_everything_composes(Hkv, causal, window, padded, mod, score_mod):
     if window:
         visible = visible & (i > i[:, None] - window)
     if padded:
-        visible = visible & VALID.numpy()[:, None, None, :]
+        visible = visible & VALID.cpu().numpy()[:, None, None, :]
     if mod:
-        visible = visible & (SEGMENTS.numpy()[:, None, None, :] == SEGMENTS.numpy()[:, None, :, None])
+        visible = visible & (SEGMENTS.cpu().numpy()[:, None, None, :] == SEGMENTS.cpu().numpy()[:, None, :, None])
     options = {"causal": causal, "window": window, "allowed": masks.padding_mask(VALID) if padded else None,
                "mask_mod": masks.packing_mod(SEGMENTS, causal=False) if mod else None, "score_mod": score_mod}
     for bias in (None, BIAS):
         expected, weights = plain(q, k, v, visible, bias, score_mod)
         out, ours = F.attention(q, k, v, bias=bias, return_weights=True, **options)
-        np.testing.assert_allclose(F.attention(q, k, v, bias=bias, **options).numpy(), expected, atol=1e-12)
-        np.testing.assert_allclose(out.numpy(), expected, atol=1e-12)
-        np.testing.assert_allclose(ours.numpy(), weights, atol=1e-12)
+        np.testing.assert_allclose(F.attention(q, k, v, bias=bias, **options).cpu().numpy(), expected, atol=1e-12)
+        np.testing.assert_allclose(out.cpu().numpy(), expected, atol=1e-12)
+        np.testing.assert_allclose(ours.cpu().numpy(), weights, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": 3}, {"score_mod": softcap, "causal": True},
@@ -84,7 +84,7 @@ def test_grouped_heads_equal_copied_ones(options, Hkv, return_weights):
         out = F.attention(q, *used, return_weights=return_weights, **options)
         loss = (out[0] ** 2).sum() + (out[1] ** 3).sum() if return_weights else (out ** 2).sum()
         loss.backward()
-        results.append([loss.item(), *(x.grad.numpy() for x in (q, k, v))])
+        results.append([loss.item(), *(x.grad.cpu().numpy() for x in (q, k, v))])
     for grouped, copied in zip(*results):
         np.testing.assert_allclose(grouped, copied, rtol=1e-10, atol=1e-12)
 
@@ -125,7 +125,7 @@ def test_a_score_mod_may_block_with_minus_infinity():
         mine = F.attention(q, k, v, score_mod=causal, query_offset=-2, return_weights=return_weights)
         masked = F.attention(q, k, v, causal=True, query_offset=-2, return_weights=return_weights)
         for a, b in zip(mine, masked):
-            np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-12)
+            np.testing.assert_allclose(a.cpu().numpy(), b.cpu().numpy(), atol=1e-12)
 
 
 @pytest.mark.parametrize("Tq, Tk", [(2, 5), (5, 5), (1, 4), (4, 2)])
@@ -134,11 +134,11 @@ def test_queries_are_the_last_positions_and_pytorchs_the_first(Tq, Tk):
     i, j = np.arange(Tq)[:, None], np.arange(Tk)
     for offset, first in ((None, Tk - Tq), (0, 0), (2, 2), (3, 3), (-1, -1)):
         expected, _ = plain(q, k, v, j <= i + first)
-        np.testing.assert_allclose(F.attention(q, k, v, causal=True, query_offset=offset).numpy(), expected, atol=1e-12)
+        np.testing.assert_allclose(F.attention(q, k, v, causal=True, query_offset=offset).cpu().numpy(), expected, atol=1e-12)
         expected, _ = plain(q, k, v, (j <= i + first) & (j > i + first - 2))
-        np.testing.assert_allclose(F.attention(q, k, v, window=2, query_offset=offset).numpy(), expected, atol=1e-12)
+        np.testing.assert_allclose(F.attention(q, k, v, window=2, query_offset=offset).cpu().numpy(), expected, atol=1e-12)
     top_left = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    np.testing.assert_allclose(F.attention(q, k, v, causal=True, query_offset=0).numpy(), top_left.numpy(), atol=1e-12)
+    np.testing.assert_allclose(F.attention(q, k, v, causal=True, query_offset=0).cpu().numpy(), top_left.cpu().numpy(), atol=1e-12)
 
 
 def test_one_mask_given_twice_is_harmless_here_and_refused_by_pytorchs_call():
@@ -176,8 +176,8 @@ def test_bias_gets_its_gradient():
 def test_the_identity_as_score_mod_changes_nothing():
     q, k, v = heads(2)
     for options in ({"scale": 0.3}, {"causal": True}, {"allowed": masks.packing_mask(SEGMENTS), "bias": BIAS}):
-        np.testing.assert_allclose(F.attention(q, k, v, score_mod=lambda score, *where: score, **options).numpy(),
-                                   F.attention(q, k, v, **options).numpy(), atol=1e-12)
+        np.testing.assert_allclose(F.attention(q, k, v, score_mod=lambda score, *where: score, **options).cpu().numpy(),
+                                   F.attention(q, k, v, **options).cpu().numpy(), atol=1e-12)
 
 
 @pytest.mark.parametrize("score_mod", [None, softcap])
@@ -189,11 +189,11 @@ def test_dropout_is_one_stream_with_and_without_weights(score_mod, Hkv):
         torch.manual_seed(3)
         results.append(F.attention(q, k, v, causal=True, score_mod=score_mod, dropout_p=0.5, return_weights=return_weights))
     out, (same, weights) = results
-    np.testing.assert_allclose(out.numpy(), same.numpy(), atol=1e-12)
+    np.testing.assert_allclose(out.cpu().numpy(), same.cpu().numpy(), atol=1e-12)
     _, whole = F.attention(q, k, v, causal=True, score_mod=score_mod, return_weights=True)
-    kept = weights.numpy() != 0
-    np.testing.assert_allclose(weights.numpy()[kept], 2 * whole.numpy()[kept], atol=1e-12)
-    assert 0 < kept.sum() < (whole.numpy() != 0).sum()
+    kept = weights.cpu().numpy() != 0
+    np.testing.assert_allclose(weights.cpu().numpy()[kept], 2 * whole.cpu().numpy()[kept], atol=1e-12)
+    assert 0 < kept.sum() < (whole.cpu().numpy() != 0).sum()
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e300])
@@ -232,7 +232,7 @@ def test_nothing_comes_back_from_blocked_places(junk, spoiled, Hkv, score_mod, r
         segments = torch.tensor([[0, 0, 0, 1, 1, 1]] * B)
         out = F.attention(*inputs, mask_mod=masks.packing_mod(segments), score_mod=score_mod, return_weights=return_weights)
         ((out[0] if return_weights else out)[:, :, 3:] ** 2).sum().backward()
-        gradients.append([x.grad.numpy()[:, :, 3:] for x in inputs])
+        gradients.append([x.grad.cpu().numpy()[:, :, 3:] for x in inputs])
     for before, after in zip(*gradients):
         assert np.isfinite(after).all() and np.abs(after).max() > 0
         np.testing.assert_allclose(after, before, atol=1e-12)
@@ -259,8 +259,8 @@ def test_values_may_be_wider_than_keys():
     expected, _ = plain(q, k, v, True)
     assert tuple(expected.shape) == (B, H, T, 7)
     for options in ({}, {"score_mod": lambda score, *where: score}):
-        np.testing.assert_allclose(F.attention(q, k, v, **options).numpy(), expected, atol=1e-12)
-    np.testing.assert_allclose(F.attention(q, k, v, return_weights=True)[0].numpy(), expected, atol=1e-12)
+        np.testing.assert_allclose(F.attention(q, k, v, **options).cpu().numpy(), expected, atol=1e-12)
+    np.testing.assert_allclose(F.attention(q, k, v, return_weights=True)[0].cpu().numpy(), expected, atol=1e-12)
 
 
 def test_float32_stays_float32():
@@ -282,9 +282,9 @@ def test_it_is_flex_attention(Hkv, monkeypatch):
     def score_mod(score, b, h, q_idx, kv_idx):
         return score * 0.5 + (q_idx - kv_idx) * h
     block_mask = flex.create_block_mask(mod, B, H, T, T, device="cpu")
-    expected = flex.flex_attention(*(theirs.tensor(x.numpy()) for x in (q, k, v)), score_mod=score_mod, block_mask=block_mask,
+    expected = flex.flex_attention(*(theirs.tensor(x.cpu().numpy()) for x in (q, k, v)), score_mod=score_mod, block_mask=block_mask,
                                    enable_gqa=Hkv != H)
-    np.testing.assert_allclose(F.attention(q, k, v, mask_mod=mod, score_mod=score_mod).numpy(), expected.numpy(), atol=1e-10)
+    np.testing.assert_allclose(F.attention(q, k, v, mask_mod=mod, score_mod=score_mod).cpu().numpy(), expected.cpu().numpy(), atol=1e-10)
 
 
 Q, K, V = heads(2)

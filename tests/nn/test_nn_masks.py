@@ -53,9 +53,9 @@ def test_array_and_mod_are_the_pattern(name):
     expected = written_down(predicate)
     full = masks.create_mask(mod, 2, 3, T, T)
     assert full.dtype is torch.bool and tuple(full.shape) == (2, 3, T, T)
-    assert (full.numpy() == expected).all()
+    assert (full.cpu().numpy() == expected).all()
     assert array().dtype is torch.bool
-    assert (np.broadcast_to(array().numpy(), (2, 1, T, T)) == expected).all()
+    assert (np.broadcast_to(array().cpu().numpy(), (2, 1, T, T)) == expected).all()
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -63,7 +63,7 @@ def test_array_and_mod_are_the_pattern(name):
 def test_queries_are_the_last_positions_unless_an_offset_says_otherwise(name, Tq, offset):
     mod, _, predicate = PATTERNS[name]
     found = masks.create_mask(mod, 2, None, Tq, T, query_offset=offset)
-    assert (found.numpy() == written_down(predicate, Tq, T, T - Tq if offset is None else offset)).all()
+    assert (found.cpu().numpy() == written_down(predicate, Tq, T, T - Tq if offset is None else offset)).all()
 
 
 @pytest.mark.parametrize("make, predicate", [(masks.causal_mask, lambda i, j: j <= i),
@@ -109,14 +109,14 @@ def test_costs_of_the_six_kinds_of_visibility(T, W, G):
 
 def test_masks_combine():
     def arrays(combine, *names):
-        return masks.create_mask(combine(*(PATTERNS[n][0] for n in names)), 2, 1, T, T).numpy()
+        return masks.create_mask(combine(*(PATTERNS[n][0] for n in names)), 2, 1, T, T).cpu().numpy()
     names = ["causal", "radius 2", "padding", "packing, both ways"]
-    separate = [masks.create_mask(PATTERNS[n][0], 2, 1, T, T).numpy() for n in names]
+    separate = [masks.create_mask(PATTERNS[n][0], 2, 1, T, T).cpu().numpy() for n in names]
     assert (arrays(masks.and_masks, *names) == np.logical_and.reduce(separate)).all()
     assert (arrays(masks.or_masks, *names) == np.logical_or.reduce(separate)).all()
     assert (arrays(masks.and_masks, "causal") == separate[0]).all()
     assert (arrays(masks.and_masks, "causal", "packing, both ways") == arrays(masks.and_masks, "packing")).all()
-    assert (arrays(masks.and_masks, "causal", "radius 2") == masks.sliding_window_mask(T, 3).numpy()).all()
+    assert (arrays(masks.and_masks, "causal", "radius 2") == masks.sliding_window_mask(T, 3).cpu().numpy()).all()
 
 
 def test_a_mod_may_depend_on_the_head():
@@ -152,13 +152,13 @@ def test_receptive_field_is_what_changes(layers):
     def run(x):
         for layer in stack:
             x = x + layer(x)
-        return x.detach().numpy()
+        return x.detach().cpu().numpy()
     before, changed = run(x), np.zeros((9, 9), bool)
     for j in range(9):
         other = x.clone()
         other[:, j] += 1.0
         changed[:, j] = (run(other) != before).any(axis=(0, 2))
-    assert (changed == masks.receptive_field(masks.sliding_window_mask(9, 3), layers).numpy()).all()
+    assert (changed == masks.receptive_field(masks.sliding_window_mask(9, 3), layers).cpu().numpy()).all()
 
 
 @pytest.mark.torch

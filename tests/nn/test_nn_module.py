@@ -121,7 +121,7 @@ def test_parameter_shares_memory_and_prints_as_one():
     assert isinstance(p, torch.Tensor) and p.requires_grad and p.is_leaf
     data[0] = 5.0
     assert p.tolist() == [5.0, 2.0]
-    assert repr(p) == "Parameter containing:\ntensor([5., 2.], requires_grad=True)"
+    assert repr(p) == f"Parameter containing:\n{data.clone().requires_grad_()!r}" and "5., 2." in repr(p)
     assert nn.Parameter().shape == (0,)
     computed = nn.Parameter(p * 2)
     assert computed.is_leaf and computed.node is None
@@ -136,7 +136,7 @@ def test_deepcopy_keeps_ties_and_shares_nothing():
     assert twin.head.weight is twin.emb.weight and isinstance(twin.emb.weight, nn.Parameter)
     assert twin.emb.weight.grad is None and net.emb.weight.grad is not None
     for (name, a), b in zip(net.state_dict().items(), twin.state_dict().values()):
-        assert (a == b).all() and not np.shares_memory(a.numpy(), b.numpy()), name
+        assert (a == b).all() and not np.shares_memory(a.cpu().numpy(), b.cpu().numpy()), name
     frozen = copy.deepcopy(nn.Linear(1, 1).requires_grad_(False))
     assert not frozen.weight.requires_grad
 
@@ -211,7 +211,7 @@ def test_loading_copies_and_keeps_identity_dtype_and_ties():
     assert repr(result) == "<All keys matched successfully>" and result.missing_keys == [] == result.unexpected_keys
     assert all(p is before[n] and p.dtype == torch.float32 and p.requires_grad for n, p in target.named_parameters())
     for a, b in zip(source.state_dict().values(), target.state_dict().values()):
-        assert np.array_equal(a.numpy().astype("float32"), b.numpy())
+        assert np.array_equal(a.cpu().numpy().astype("float32"), b.cpu().numpy())
     with torch.no_grad():
         target.emb.weight.add_(1.0)
     assert not (target.emb.weight == source.emb.weight.float()).any()
@@ -241,7 +241,7 @@ def test_a_value_that_does_not_fit_is_refused_even_if_not_strict(bad):
 
 
 @pytest.mark.parametrize("where", ["weight", "bias", "ones"])
-@pytest.mark.parametrize("how", ["expanded", "read-only"])
+@pytest.mark.parametrize("how", ["expanded", pytest.param("read-only", marks=pytest.mark.host("CuPy knows no read-only memory"))])
 def test_memory_that_cannot_be_written_is_named_and_nothing_is_loaded(where, how):
     net = nn.Linear(2, 2)
     net.register_buffer("ones", torch.ones(2))

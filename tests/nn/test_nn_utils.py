@@ -24,7 +24,7 @@ def test_one_norm_over_all(dtype, norm_type):
     norm = flat.max() if norm_type == math.inf else (flat ** norm_type).sum() ** (1 / norm_type)
     total = clip_grad_norm_(params, 1.0, norm_type)
     assert total.shape == () and float(total) == pytest.approx(norm, rel=1e-6)
-    clipped = np.concatenate([p.grad.numpy().reshape(-1) for p in params])
+    clipped = np.concatenate([p.grad.cpu().numpy().reshape(-1) for p in params])
     np.testing.assert_allclose(abs(clipped), flat / (norm + 1e-6), rtol=2e-3 if dtype == torch.float16 else 1e-6)
     assert all(p.grad.dtype == dtype for p in params)
 
@@ -120,4 +120,4 @@ def test_numbers_are_those_of_pytorch(norm_type):
         a, b = clip_grad_norm_(ours, limit, norm_type), theirs.nn.utils.clip_grad_norm_(others, limit, norm_type)
         assert float(a) == pytest.approx(float(b), rel=1e-6)
     for p, q in zip(ours, others):
-        np.testing.assert_allclose(p.grad.numpy(), q.grad.numpy(), rtol=1e-6)
+        np.testing.assert_allclose(p.grad.cpu().numpy(), q.grad.cpu().numpy(), rtol=1e-6)

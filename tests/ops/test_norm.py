@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+from device import host
 from record_ops_fused import assert_close, names, ours, recorded, replay
 from twins import assert_leaves_memory_alone, assert_twins
 
@@ -73,7 +74,7 @@ def test_layer_norm_beside_a_large_mean(size, offset):
         t = tensor(x.astype(dtype), requires_grad=True)
         y = layer_norm(t, (size,))
         y.backward(tensor(dy.astype(dtype)))
-        results.append((y.detach().numpy(), t.grad.numpy()))
+        results.append((host(y), host(t.grad)))
     for found, wanted in zip(*results):
         assert np.abs(found - wanted).max() <= (2e-6 + 4e-7 * abs(offset)) * np.abs(wanted).max()
 
@@ -82,7 +83,7 @@ def test_gradient_is_zero_along_what_the_norm_removes():
     """A constant added to x, or a factor on it, changes nothing, so dx has no part along 1 and along x."""
     x = randn(6, 32, requires_grad=True)
     layer_norm(x, (32,), eps=0.0).backward(randn(6, 32))
-    assert np.abs(x.grad.sum(-1).numpy()).max() < 1e-4 and np.abs((x.grad * x.detach()).sum(-1).numpy()).max() < 1e-4
+    assert np.abs(host(x.grad.sum(-1))).max() < 1e-4 and np.abs(host((x.grad * x.detach()).sum(-1))).max() < 1e-4
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4)])
@@ -96,13 +97,13 @@ def test_no_rows(shape):
 
 def test_half_precision_has_float32_statistics():
     x = tensor([[300.0, 301.0, 299.0, 300.0]]).to(float16)        # 300² is beyond float16
-    assert np.isfinite(layer_norm(x, (4,)).numpy()).all() and layer_norm(x, (4,)).dtype == float16
-    np.testing.assert_allclose(rms_norm(x, (4,)).numpy(), 1, atol=1e-2)
+    assert np.isfinite(host(layer_norm(x, (4,)))).all() and layer_norm(x, (4,)).dtype == float16
+    np.testing.assert_allclose(host(rms_norm(x, (4,))), 1, atol=1e-2)
 
 
 def test_the_shape_may_be_an_int():
     x = randn(2, 4)
-    np.testing.assert_array_equal(layer_norm(x, 4).numpy(), layer_norm(x, (4,)).numpy())
+    np.testing.assert_array_equal(host(layer_norm(x, 4)), host(layer_norm(x, (4,))))
 
 
 @pytest.mark.parametrize("function", [layer_norm, rms_norm])
@@ -123,7 +124,7 @@ def test_wrong_calls(function):
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_normalize_gives_unit_length(p, dim):
     x = normalize(randn(3, 4, 5), p=p, dim=dim)
-    np.testing.assert_allclose(np.linalg.norm(x.numpy(), ord=p, axis=dim), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(host(x), ord=p, axis=dim), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype, large", [("float32", 1e25), ("float32", 1e30), ("float64", 1e200)])
@@ -144,4 +145,4 @@ def test_large_rows_live(large):
     torch, x = pytest.importorskip("torch"), (np.array([[1, -1, 3]]) * large).astype(np.float32)
     for function in (layer_norm, rms_norm):
         wanted = getattr(torch.nn.functional, function.__name__)(torch.tensor(x), (3,))
-        np.testing.assert_allclose(function(tensor(x), (3,)).numpy(), wanted.numpy(), rtol=1e-6, atol=0)
+        np.testing.assert_allclose(host(function(tensor(x), (3,))), host(wanted), rtol=1e-6, atol=0)

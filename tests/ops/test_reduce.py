@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import tensorcases
+from device import host
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -38,8 +39,8 @@ def test_any_choice_of_axes_is_numpys(shape, data):
     named = tuple(d - s for d, s in zip(dims, signs))
     keep, x = data.draw(st.booleans()), numbers(shape)
     for ours, theirs in [("sum", np.sum), ("mean", np.mean), ("amax", np.max), ("amin", np.min)]:
-        np.testing.assert_allclose(getattr(torch.tensor(x), ours)(named, keep).numpy(), theirs(x, axis=dims, keepdims=keep), atol=1e-14)
-    np.testing.assert_allclose(torch.tensor(x).var(named, correction=0, keepdim=keep).numpy(), np.var(x, axis=dims, keepdims=keep),
+        np.testing.assert_allclose(host(getattr(torch.tensor(x), ours)(named, keep)), theirs(x, axis=dims, keepdims=keep), atol=1e-14)
+    np.testing.assert_allclose(host(torch.tensor(x).var(named, correction=0, keepdim=keep)), np.var(x, axis=dims, keepdims=keep),
                                atol=1e-14)
 
 
@@ -84,8 +85,8 @@ def test_the_spread_of_equal_numbers_is_0_with_gradient_0():
 
 def test_nan_is_the_extreme():
     x = torch.tensor([[1, math.nan, 3], [4, 5, 6]])
-    assert str(x.max()) == "tensor(nan)" and x.argmax(1).tolist() == [1, 2] and x.argmin(1).tolist() == [1, 0]
-    assert np.isnan(x.amax(1).numpy()).tolist() == [True, False]
+    assert math.isnan(x.max().item()) and x.argmax(1).tolist() == [1, 2] and x.argmin(1).tolist() == [1, 0]
+    assert np.isnan(host(x.amax(1))).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("expression", ["x.sum()", "x.mean(0)", "x.prod(1)", "x.var()", "x.std(0)", "x.norm()", "x.norm(3)",

@@ -1,6 +1,7 @@
 """Rotary: pairs of features turned by their position, in both layouts, and the way from one layout to the other."""
 import numpy as np
 import pytest
+from device import host
 from twins import assert_leaves_memory_alone, assert_twins
 
 import tinygrad_tf as torch
@@ -46,9 +47,9 @@ def test_leaves_memory_alone(layout):
 def test_turning_back_gives_x_again_and_lengths_stay(layout):
     x, (cos, sin) = torch.tensor(random.normal(size=(2, 5, 8))), turns(5, 4)
     y = F.rotary(x, cos, sin, layout)
-    np.testing.assert_allclose(F.rotary(y, cos, -sin, layout).numpy(), x.numpy(), atol=1e-14)
-    np.testing.assert_allclose(y.norm(dim=-1).numpy(), x.norm(dim=-1).numpy(), rtol=1e-14)
-    assert not np.allclose(x.numpy(), y.numpy())
+    np.testing.assert_allclose(host(F.rotary(y, cos, -sin, layout)), host(x), atol=1e-14)
+    np.testing.assert_allclose(host(y.norm(dim=-1)), host(x.norm(dim=-1)), rtol=1e-14)
+    assert not np.allclose(host(x), host(y))
 
 
 @layouts
@@ -107,7 +108,7 @@ def test_converted_weights_give_the_same_scores():
 
     def scores(W, b, layout):
         q, k = (F.rotary(F.linear(x, w, c).reshape(B, T, H, Dh).transpose(1, 2), cos, sin, layout) for w, c in zip(W, b))
-        return (q @ k.transpose(-1, -2)).numpy()
+        return host(q @ k.transpose(-1, -2))
     expected = scores(W, b, "interleaved")
     converted = [[interleaved_to_half_split(p, Dh) for p in ps] for ps in (W, b)]
     np.testing.assert_allclose(scores(*converted, "half_split"), expected, rtol=1e-12, atol=1e-12)

@@ -2,7 +2,7 @@
 from numbers import Integral
 
 from ..autograd import constant
-from ..backend import array_module
+from ..backend import array_module, check_one_device
 from ..dtypes import bool_
 
 
@@ -80,6 +80,7 @@ class LayerCache:
         if end > self.capacity:
             raise ValueError(f"KVCache: {k.shape[2]} new tokens after {self.length} exceed the capacity of {self.capacity}; reset it, "
                              f"or allocate a larger one")
+        check_one_device("KVCache", [a for a in (k.array, v.array, self.k) if a is not None])
         for a, cached in (k, self.k), (v, self.v):
             if cached is not None and _row(a.array) != _row(cached):
                 raise ValueError(f"KVCache: holds {_row(cached)}, got {_row(a.array)}; use one cache for one batch of one model")

@@ -21,17 +21,18 @@ def sample(logits, temperature=1.0, top_k=None, generator=None):
     require_tensors("sample", logits=logits)
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"sample: logits must have shape [B, V_vocab] with at least one id to draw, got {tuple(logits.shape)}")
+    device, logits = logits.device, logits.detach().cpu()       # one download a step; what follows is small, and the stream is here
     largest = logits.amax(dim=-1, keepdim=True)
     if not isfinite(largest).all():
         raise ValueError("sample: a row of logits holds NaN or +inf, or is all -inf; nothing can be drawn from it")
     if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
+        return logits.argmax(dim=-1, keepdim=True).to(device)
     # The largest logit becomes 0, so that nothing overflows, however small the temperature is.
     logits = (logits - largest).to(float32) / max(temperature, SMALLEST)
     if top_k is not None and top_k < logits.shape[-1]:
         values, ids = logits.topk(top_k, dim=-1)
         logits = creation.full_like(logits, -float("inf")).scatter_(-1, ids, values)
-    return creation.multinomial(softmax(logits, dim=-1), 1, generator=generator)
+    return creation.multinomial(softmax(logits, dim=-1), 1, generator=generator).to(device)
 
 
 def check_options(temperature, top_k):

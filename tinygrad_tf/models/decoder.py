@@ -1,6 +1,6 @@
 """The modern decoder-only model: the parts that published models put together since GPT-2, in place of MiniGPT's."""
 from .. import nn
-from .common import check_inputs, init_weights, next_token_loss
+from .common import check_inputs, init_weights, next_token_loss, positions_of
 
 
 class Decoder(nn.Module):
@@ -34,7 +34,9 @@ class Decoder(nn.Module):
 
         position_ids [T] or [B, T] are what RoPE turns by; only their differences matter.
         """
-        check_inputs(self, token_ids, targets, valid_tokens, cache, position_ids)
+        past = check_inputs(self, token_ids, targets, valid_tokens, cache, position_ids)
+        if position_ids is None and valid_tokens is not None:
+            position_ids = positions_of(token_ids, valid_tokens, past)                  # once, for all layers
         x = self.embedding(token_ids)                                                   # [B, T, C]
         for i, block in enumerate(self.blocks):
             x = block(x, causal=True, valid_tokens=valid_tokens, cache=None if cache is None else cache.layer(i),

@@ -71,7 +71,7 @@ class EncoderClassifier(nn.Module):
     def _pool(self, states, valid_tokens):
         """Σ_t weight_t · state_t, weights that sum to 1 over the real tokens; zeros where a row has none.    [B, C]"""
         B, T, _ = states.shape
-        real = ones(B, T, dtype=bool_) if valid_tokens is None else valid_tokens.to(dtype=bool_)
+        real = ones(B, T, dtype=bool_, device=states.device) if valid_tokens is None else valid_tokens.to(dtype=bool_)
         if self.pooling == "first":
             real = real & (real.long().cumsum(dim=-1) == 1)
         weights = real.to(device=states.device, dtype=states.dtype)

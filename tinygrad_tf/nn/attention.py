@@ -14,8 +14,8 @@ from ..tensor import Tensor
 from . import functional as F
 from . import init
 from .layers import Linear
-from .masked_attention import check_added, visible, weigh
-from .masks import described, sliding_window_mod
+from .masked_attention import check_added, checked_allowed, weigh
+from .masks import and_masks, described, sliding_window_mod
 from .module import Module, Parameter
 from .positions import checked_positions, count_positions
 
@@ -102,17 +102,18 @@ class MultiHeadAttention(Module):
         valid_tokens = _checked_tokens(valid_tokens, shape, x.device)
         _check_position_ids(position_ids, context, x)
         positions = count_positions(shape[3], valid_tokens, x.device) if self._uses_positions() else None
-        restriction = self._restrict(shape, positions, valid_tokens, allowed, mask_mod, causal, x.device)
+        allowed = checked_allowed(allowed, shape)
+        mask_mod, window = self._window_as(mask_mod, positions, valid_tokens, return_weights)
         bias = self._bias(shape, positions if position_ids is None or cache is not None else position_ids)
         q = split_heads(self.q_proj(x), self.num_heads)
         k, v = context if isinstance(context, tuple) else self.keys_and_values(x if context is None else context)
         if self.rope is not None:
-            at = _of_queries(positions, shape) if position_ids is None else position_ids
-            q, k = self.rope(q, at), self.rope(k, at)
+            at = self._places(positions, position_ids, valid_tokens, shape)
+            q, k = self.rope(q, **at), self.rope(k, **at)
         with _unchanged_on_error(cache):
             k, v = (k, v) if cache is None else cache.update(k, v)
-            out = F.attention(q, k, v, restriction, bias, score_mod=score_mod, dropout_p=self.dropout if self.training else 0.0,
-                              return_weights=return_weights)
+            out = F.attention(q, k, v, allowed, bias, mask_mod, score_mod, causal or self.window is not None, window,
+                              self.dropout if self.training else 0.0, return_weights=return_weights, valid_tokens=valid_tokens)
         out, weights = out if return_weights else (out, None)
         out = self.out_proj(join_heads(out))
         if valid_tokens is not None and context is None:        # after the projection, whose bias would fill them again
@@ -126,6 +127,12 @@ class MultiHeadAttention(Module):
     def _uses_positions(self):
         return any(part is not None for part in (self.rope, self.relative_bias, self.window))
 
+    def _places(self, positions, position_ids, valid_tokens, shape):
+        """Where the new tokens stand, as rope is told: from the length of the cache on, unless there is more to say."""
+        if position_ids is None and valid_tokens is None:
+            return {"offset": shape[3] - shape[2]}
+        return {"position_ids": _of_queries(positions, shape) if position_ids is None else position_ids}
+
     def _number_of_keys(self, x, context, cache):
         if context is not None:
             return context[0].shape[2] if isinstance(context, tuple) else context.shape[1]
@@ -136,16 +143,18 @@ class MultiHeadAttention(Module):
                             f"got {type(cache).__name__}; see generation.KVCache and its layer(i)")
         return cache.length + x.shape[1]
 
-    def _restrict(self, shape, positions, valid_tokens, allowed, mask_mod, causal, device):
-        """What all masks leave, to broadcast over shape = [B, H, T, Tk]; None where everything is visible."""
-        if valid_tokens is None:
-            return visible(shape, allowed, mask_mod, causal, self.window, device=device)
-        keys = valid_tokens[:, None, None, :]
-        if self.window is not None:             # of real tokens: padding between them takes no place in it
-            at = _of_queries(positions, shape)[:, None, :, None], positions[:, None, None, :]
-            keys = keys & sliding_window_mod(self.window)(None, None, *at)
-        rest = visible(shape, allowed, mask_mod, causal or self.window is not None, device=device)
-        return keys if rest is None else keys & rest
+    def _window_as(self, mask_mod, positions, valid_tokens, return_weights):
+        """(mask_mod, window) for F.attention. The window counts real tokens: padding between them takes no place in it.
+
+        Where none lies between them that is the window of places, but for padded queries, whose weights alone would tell.
+        """
+        if self.window is None or valid_tokens is None or (_is_one_run(valid_tokens.array) and not return_weights):
+            return mask_mod, self.window
+        window = sliding_window_mod(self.window)
+
+        def window_of_tokens(b, h, q_idx, kv_idx):
+            return window(b, h, positions[b, q_idx], positions[b, kv_idx])
+        return window_of_tokens if mask_mod is None else and_masks(mask_mod, window_of_tokens), None
 
     def _bias(self, shape, positions):
         """What relative_bias adds to the scores, to broadcast over shape = [B, H, T, Tk]."""
@@ -179,6 +188,12 @@ class MultiHeadAttention(Module):
 def _of_queries(positions, shape):
     """Where the queries stand: they are the last T of the Tk keys.    [..., Tk] → [..., T],  shape = [B, H, T, Tk]"""
     return positions[..., shape[3] - shape[2]:]
+
+
+def _is_one_run(valid):
+    """True where the real tokens of every row stand side by side.    valid: bool array [B, T]"""
+    begins = valid[:, 1:] & ~valid[:, :-1]
+    return bool((begins.sum(axis=1) + valid[:, :1].sum(axis=1) <= 1).all())
 
 
 @contextmanager

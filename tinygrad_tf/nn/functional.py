@@ -3,13 +3,13 @@
 from ..arguments import absent, publish
 from ..ops.activation import gelu, glu, leaky_relu, relu, relu_squared, silu, softplus
 from ..ops.arithmetic import sigmoid, tanh
-from ..ops.attention import scaled_dot_product_attention
 from ..ops.dropout import dropout
 from ..ops.embedding import embedding, one_hot
 from ..ops.linear import linear
 from ..ops.loss import binary_cross_entropy_with_logits, cross_entropy, mse_loss, nll_loss
 from ..ops.norm import layer_norm, normalize, rms_norm
 from ..ops.rotary import rotary
+from ..ops.sdpa import flash_attention, scaled_dot_product_attention, sdpa_backend
 from ..ops.shape import pad
 from ..ops.softmax import log_softmax, softmax
 from .masked_attention import attention

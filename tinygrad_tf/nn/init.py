@@ -54,7 +54,8 @@ def trunc_normal_(tensor, mean=0.0, std=1.0, a=-2.0, b=2.0, generator=None):
                       "The distribution of values may be incorrect.", stacklevel=2)
     share = _normal_cdf((b - mean) / std) - _normal_cdf((a - mean) / std)
     fill = _redraw_normal if share > 0.3 else _redraw_uniform      # of normals, too few would fall inside
-    return fill(tensor, mean, std, a, b, generator)
+    on_host = fill(tensor.detach().cpu(), mean, std, a, b, generator)       # a GPU's logarithm would accept other candidates
+    return tensor.copy_(on_host) if tensor.is_cuda else tensor
 
 
 def _normal_cdf(x):

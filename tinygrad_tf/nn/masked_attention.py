@@ -1,50 +1,61 @@
 """`attention`: the one call in which heads, masks, biases and score functions compose. `MultiHeadAttention` is made of it."""
 import math
-from functools import reduce
-from operator import and_
 
 from ..creation import promote_types
 from ..dtypes import bool_, float32
-from ..ops.attention import attention_weights, checked_scale, scaled_dot_product_attention
+from ..ops.attention import attention_weights, checked_scale
 from ..ops.dropout import dropout
 from ..ops.index import where
+from ..ops.sdpa import Sight, attend, band, one_mask, with_axes
 from ..tensor import Tensor
-from .masks import broadcasts_to, causal_mod, described, evaluate, first_query, indices, sliding_window_mod
+from .masks import broadcasts_to, described, evaluate, first_query, indices
 
 
 def attention(query, key, value, allowed=None, bias=None, mask_mod=None, score_mod=None, causal=False, window=None, dropout_p=0.0,
-              scale=None, query_offset=None, return_weights=False):
+              scale=None, query_offset=None, return_weights=False, valid_tokens=None):
     """A V,  A = softmax over visible keys of score_mod(scale · Q Kᵀ) + bias.    query: [B, H, Tq, Dh] → [B, H, Tq, Dv]
 
     key [B, Hkv, Tk, Dh], value [B, Hkv, Tk, Dv]: query head h reads head h // (H / Hkv), without copies (GQA; Hkv = 1: MQA)
     visible         what all of these allow:  allowed  bool, [Tq, Tk] or broadcast to [B, H, Tq, Tk], True = may attend
-                    mask_mod(b, h, q_idx, kv_idx) → bool;  causal  j ≤ i;  window  causal, the last `window` keys (nn/masks.py)
+                    valid_tokens  bool [B, Tk], True = a real key;  mask_mod(b, h, q_idx, kv_idx) → bool;  causal  j ≤ i
+                    window  W: causal, the last W keys; or (left, right): so many keys to each side, None for all
     score_mod       score_mod(score [B, H, Tq, Tk], b, h, q_idx, kv_idx) → score; differentiable, also in what it closes over
     bias            float, added after score_mod: [Tq, Tk] or broadcast to [B, H, Tq, Tk]; −inf blocks
     query_offset    position of query 0 among the keys. None: the queries are the last of them; 0: top-left, as in PyTorch
     dropout_p       acts whenever it is not 0.    scale: 1/√Dh by default
     return_weights  (A V, A) instead of A V, A [B, H, Tq, Tk] as it was after dropout, in the graph
 
-    A query that sees no key gets zeros, and sends no gradient. ValueError or TypeError for what does not fit.
+    Large scores are computed in tiles, and [Tq, Tk] is never there as a whole (ops/sdpa.py): neither the scores nor a mask, but with
+    score_mod and return_weights. A query that sees no key gets zeros, and sends no gradient. ValueError or TypeError for what does
+    not fit.
     """
     _check_heads(query, key, value)
-    if not isinstance(causal, bool):
-        raise TypeError(f"attention: causal must be a bool, True or False, got {described(causal)}; a mask goes to `allowed`")
     shape = (*query.shape[:3], key.shape[2])
-    restriction = visible(shape, allowed, mask_mod, causal, window, query_offset, query.device)
-    check_added("bias", bias, shape)
+    sight = _sight(shape, allowed, bias, valid_tokens, mask_mod, causal, window, query_offset, query)
     if score_mod is not None:
+        restriction = one_mask(query, key, with_axes(query, sight._replace(bias=None)))
         scores = _scores(query, key, scale, score_mod, shape, query_offset, restriction)
-        bias = scores if bias is None else scores + bias
+        sight = sight._replace(bias=scores if sight.bias is None else scores + sight.bias)
         # What follows computes softmax(Q Kᵀ + bias) V. Here all scores are in `bias`: Q and K go on without features, so Q Kᵀ = 0.
         query, key, scale = query.detach()[..., :0], key.detach()[..., :0], 1.0
-    to_add = restriction
-    if bias is not None:
-        bias = bias.to(promote_types(query.dtype, float32))
-        to_add = bias if restriction is None else where(restriction, bias, -math.inf)
     if return_weights:
-        return weigh(query, key, value, to_add, dropout_p, scale)
-    return scaled_dot_product_attention(query, key, value, to_add, dropout_p, scale=scale, enable_gqa=key.shape[1] != query.shape[1])
+        return weigh(query, key, value, one_mask(query, key, with_axes(query, sight)), dropout_p, scale)
+    backend = None if score_mod is None else "dense"
+    return attend("attention", query, key, value, sight, dropout_p, scale, key.shape[1] != query.shape[1], backend)
+
+
+def _sight(shape, allowed, bias, valid_tokens, mask_mod, causal, window, query_offset, query):
+    """The restrictions of a call, checked; none of them is made [Tq, Tk] here."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"attention: causal must be a bool, True or False, got {described(causal)}; a mask goes to `allowed`")
+    check_added("bias", bias, shape)
+    first = first_query(*shape[2:], query_offset)
+
+    def mod(rows, keys):
+        return evaluate(mask_mod, shape, first, query.device, rows, keys)
+    return Sight(band("attention", causal, window, first), checked_allowed(allowed, shape),
+                 None if valid_tokens is None else _checked_valid(valid_tokens, shape),
+                 None if bias is None else bias.to(promote_types(query.dtype, float32)), None if mask_mod is None else mod)
 
 
 def weigh(query, key, value, attn_mask, dropout_p, scale=None):
@@ -68,20 +79,6 @@ def _mean(A, V, allowed):
         return A @ V
     seen = allowed.expand(*allowed.shape[:-1], V.shape[-2]).to(V.dtype) @ (~finite).to(V.dtype) > 0
     return where(seen, (A @ V).detach(), A @ V.masked_fill(~finite, 0.0))
-
-
-def visible(shape, allowed=None, mask_mod=None, causal=False, window=None, query_offset=None, device=None):
-    """What all restrictions leave, as bool that broadcasts to shape = [B, H, Tq, Tk]; None where there is no restriction."""
-    Tq, Tk = shape[2:]
-    mods = [mask_mod]
-    if window is not None:
-        mods.append(sliding_window_mod(window))
-    elif causal and not (Tq == 1 and first_query(Tq, Tk, query_offset) >= Tk - 1):  # the last position sees every key
-        mods.append(causal_mod)
-    found = [evaluate(mod, shape, query_offset, device) for mod in mods if mod is not None]
-    if allowed is not None:
-        found.append(_checked_allowed(allowed, shape))
-    return reduce(and_, found) if found else None
 
 
 def _scores(query, key, scale, score_mod, shape, query_offset, restriction):
@@ -117,12 +114,22 @@ def _check_heads(query, key, value):
                          f"with Hkv a divisor of H; got query {q}, key {k}, value {v}. A single head is H = 1: x.unsqueeze(1)")
 
 
-def _checked_allowed(allowed, shape):
+def checked_allowed(allowed, shape):
+    """`allowed`, which is None or a boolean tensor that broadcasts to shape = [B, H, Tq, Tk]; TypeError or ValueError else."""
+    if allowed is None:
+        return None
     if not isinstance(allowed, Tensor) or allowed.dtype is not bool_:
         raise TypeError(f"attention: allowed must be a boolean tensor (True = may attend), got {described(allowed)}; numbers that are "
                         f"added to the scores are `bias`")
     _check_broadcast("allowed", allowed, shape)
     return allowed
+
+
+def _checked_valid(valid_tokens, shape):
+    if not isinstance(valid_tokens, Tensor) or valid_tokens.dtype is not bool_ or tuple(valid_tokens.shape) != (shape[0], shape[3]):
+        raise ValueError(f"attention: valid_tokens must be a boolean tensor [B, Tk] = [{shape[0]}, {shape[3]}], True = a real key, got "
+                         f"{described(valid_tokens)}")
+    return valid_tokens
 
 
 def check_added(name, x, shape):

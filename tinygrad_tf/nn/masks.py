@@ -158,9 +158,13 @@ def create_mask(mod, B, H, Tq, Tk, query_offset=None, device=None):
     return evaluate(mod, shape, query_offset, device).expand(*shape)
 
 
-def evaluate(mod, shape, query_offset=None, device=None):
-    """The bool tensor of a mod at all of [B, H, Tq, Tk], as small as the mod makes it; what is not one raises."""
-    found = mod(*indices(shape, query_offset, device))
+def evaluate(mod, shape, query_offset=None, device=None, rows=None, keys=None):
+    """The bool tensor of a mod at all of [B, H, Tq, Tk], as small as the mod makes it; what is not one raises.
+
+    rows, keys: ranges, for a tile of it.
+    """
+    found = mod(*indices(shape, query_offset, device, rows, keys))
+    shape = (*shape[:2], shape[2] if rows is None else len(rows), shape[3] if keys is None else len(keys))
     _require_bool("mask_mod", found)
     if not broadcasts_to(found.shape, shape):
         raise ValueError(f"mask_mod: must return what broadcasts to [B, H, Tq, Tk] = {list(shape)}, got {tuple(found.shape)}; combine its "
@@ -168,13 +172,15 @@ def evaluate(mod, shape, query_offset=None, device=None):
     return found
 
 
-def indices(shape, query_offset=None, device=None):
-    """(b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [Tq, 1], kv_idx [1, Tk]): what a mod is called with."""
+def indices(shape, query_offset=None, device=None, rows=None, keys=None):
+    """(b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [Tq, 1], kv_idx [1, Tk]): what a mod is called with. rows, keys: ranges, for a tile."""
     B, H, Tq, Tk = shape
+    first, rows, keys = first_query(Tq, Tk, query_offset), range(Tq) if rows is None else rows, range(Tk) if keys is None else keys
 
-    def axis(start, n, *sizes):                 # reshaped as an array: no step of a model, and so no row in its trace
-        return constant(arange(start, start + n, device=device).array.reshape(sizes))
-    return axis(0, B, B, 1, 1, 1), axis(0, H, 1, H, 1, 1), axis(first_query(Tq, Tk, query_offset), Tq, Tq, 1), axis(0, Tk, 1, Tk)
+    def axis(numbers, first, *sizes):           # reshaped as an array: no step of a model, and so no row in its trace
+        return constant(arange(first + numbers.start, first + numbers.stop, device=device).array.reshape(sizes))
+    return (axis(range(B), 0, B, 1, 1, 1), axis(range(H), 0, 1, H, 1, 1), axis(rows, first, len(rows), 1),
+            axis(keys, 0, 1, len(keys)))
 
 
 def broadcasts_to(shape, full):

@@ -15,8 +15,9 @@ import numpy as np
 from .. import creation
 from ..arguments import require_tensors
 from ..autograd import constant
-from ..backend import array_module, at_least_float32, first_outside, to_device
+from ..backend import CPU, array_module, at_least_float32, to_device
 from ..dtypes import bool_, get_default_dtype, int64
+from ..ops._ids import first_bad
 from ..ops.rotary import check_layout, check_rotary_dim, half_split_to_interleaved, interleaved_to_half_split, rotary  # noqa: F401
 from ..tensor import Tensor
 from . import functional as F
@@ -111,7 +112,7 @@ def _positions_in_table(op, x, position_ids, rows, dim):
     if x.ndim != 3 or x.shape[-1] != dim:
         raise ValueError(f"{op}: x must be [B, T, C] with C={dim}, got {tuple(x.shape)}")
     positions = checked_positions(op, x, position_ids)
-    _check_range(op, positions.array, rows)
+    _check_range(op, positions, rows)
     return positions
 
 
@@ -132,7 +133,7 @@ def _check_ids(name, ids):
 
 
 def _check_range(op, positions, rows):
-    if (bad := first_outside(positions, rows)) is not None:
+    if (bad := first_bad(positions, rows)) is not None:
         raise IndexError(f"{op}: position {bad} is out of range for max_seq_len {rows}: the table has rows 0 to {rows - 1}; make "
                          f"max_seq_len larger, or pass fewer tokens")
 
@@ -162,6 +163,7 @@ class RotaryEmbedding(Module):
         self.base, self.layout, self.max_seq_len, self.scaling = base, layout, max_seq_len, scaling
         self._frequencies, self._amplitude = scaled_frequencies(self.rotary_dim, base, scaling)
         self._tables = {}                       # (dtype, device) → cos, sin; no buffers: they are not saved, and not rounded by .half()
+        self._last_checked = None, 0, 0         # positions, their writes, their end: all layers share them, and a GPU is asked once
 
     def forward(self, x, position_ids=None, offset=0):
         """x turned. The first token stands at `offset` (the length of the cache), or each where position_ids says."""
@@ -174,7 +176,8 @@ class RotaryEmbedding(Module):
         elif offset:
             raise ValueError(f"RotaryEmbedding: position_ids are absolute positions; pass them or offset={offset}, not both")
         else:
-            cos, sin = self._rows_at(x, checked_positions("RotaryEmbedding", x, position_ids))
+            positions = checked_positions("RotaryEmbedding", x, position_ids)
+            cos, sin = self._rows_at(x, positions.array, self._end_of(positions))
         return rotary(x, cos, sin, self.layout)
 
     def _rows_from(self, x, offset):
@@ -186,15 +189,18 @@ class RotaryEmbedding(Module):
             return self._turns(x, array_module(x.array).arange(offset, end))
         return tuple(constant(table[offset:end]) for table in self._table(x, end))
 
-    def _rows_at(self, x, positions):
+    def _end_of(self, positions):
+        """The largest position + 1; ValueError for negative ones."""
+        array, writes, end = self._last_checked
+        if array is not positions.array or writes != positions.version.writes:
+            end = _checked_end(_end_of_positions(positions.array))
+            self._last_checked = positions.array, positions.version.writes, end
+        return end
+
+    def _rows_at(self, x, positions, end):
         """cos and sin of the given positions, with an axis for the heads where every row has its own.    [T, R/2], [B, 1, T, R/2]"""
-        positions = positions.array
         if positions.ndim == 2:
             positions = positions.reshape(positions.shape[0], *(1,) * (x.ndim - 3), positions.shape[1])
-        if positions.size and positions.min() < 0:
-            raise ValueError(f"RotaryEmbedding: positions must be ≥ 0, got {int(positions.min())}; does a padded row count from below 0? "
-                             f"clamp it: its tokens are not seen")
-        end = _checked_end(int(positions.max()) + 1 if positions.size else 0)
         if end > LONGEST_TABLE:
             return self._turns(x, positions)
         return tuple(constant(table[positions]) for table in self._table(x, end))
@@ -221,6 +227,16 @@ class RotaryEmbedding(Module):
 
 
 LONGEST_TABLE = 1 << 20                         # beyond it cos and sin are computed for the positions at hand, and not kept
+
+def _end_of_positions(positions):
+    if not positions.size:
+        return 0
+    low, high = to_device(array_module(positions).stack([positions.min(), positions.max()]), CPU)
+    if low < 0:
+        raise ValueError(f"RotaryEmbedding: positions must be ≥ 0, got {low}; does a padded row count from below 0? clamp it: its tokens "
+                         f"are not seen")
+    return int(high) + 1
+
 
 def _checked_end(end):
     """end, the number of positions up to the last; ValueError where float64, which angles are made in, no longer tells all apart."""

@@ -4,7 +4,7 @@ import math
 import numpy as np
 
 from ..autograd import no_grad
-from ..backend import array_module, at_least_float32
+from ..backend import array_module, at_least_float32, check_one_device
 from ..creation import tensor
 from ..ops.shape import cat
 from ..tensor import Tensor
@@ -22,19 +22,23 @@ def get_total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=Non
 
     RuntimeError for an infinite or NaN norm if error_if_nonfinite. `foreach` has no meaning here.
     """
-    tensors, p = _tensors(tensors), float(norm_type)
+    tensors = _tensors(tensors)
+    return tensor(_total_norm(tensors, norm_type, error_if_nonfinite), device=tensors[0].device if tensors else None)
+
+
+def _total_norm(tensors, norm_type, error_if_nonfinite):
+    """The same as a NumPy number: here, and nowhere else in clipping, the host waits for a GPU."""
+    p = float(norm_type)
     if not p > 0:
         raise ValueError(f"get_total_norm: norm_type must be positive or inf, got {norm_type}")
+    check_one_device("get_total_norm", [t.array for t in tensors])
     arrays = [t.array.reshape(-1) for t in tensors if t.array.size]
     total = _norm(arrays, p) if arrays else 0.0
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite ({total}), so it "
                            f"cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
                            f"set `error_if_nonfinite=False`")
-    if not tensors:
-        return tensor(0.0)
-    dtype = np.result_type(np.float32, *(t.array.dtype for t in tensors))       # float16 ends at 65504
-    return tensor(total, dtype=dtype, device=tensors[0].device)
+    return np.result_type(np.float32, *(t.array.dtype for t in tensors)).type(total)        # float16 ends at 65504
 
 
 def _norm(arrays, p):
@@ -67,13 +71,13 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     if not float(max_norm) >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be non-negative, got {float(max_norm)}")
     grads = [p.grad for p in _tensors(parameters) if p.grad is not None]
-    total = get_total_norm(grads, norm_type, error_if_nonfinite)
+    total = _total_norm(grads, norm_type, error_if_nonfinite)
     scale = float(max_norm) / (float(total) + 1e-6)
     if not scale >= 1:                          # also where it is NaN: as in PyTorch, all gradients show it
         for g in grads:
             g.array *= scale
             g.version.writes += 1
-    return total
+    return tensor(total, device=grads[0].device if grads else None)
 
 
 @no_grad

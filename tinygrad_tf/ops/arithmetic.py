@@ -9,7 +9,7 @@ import numbers
 import numpy as np
 
 from ..autograd import Function, array_of, constant
-from ..backend import array_module, quiet
+from ..backend import array_module, numbers_beside, quiet
 from ..dtypes import fits, get_default_dtype, result_type
 
 
@@ -93,7 +93,7 @@ def broadcast(op, *arrays):
 class Binary(Function):
     """What two-operand element-wise operations share: promotion, and the error for shapes that do not fit."""
 
-    promote = staticmethod(promote)
+    promote, mixes = staticmethod(promote), True
 
     def forward(self, a, b):
         a, b = self.promote(a, b)
@@ -183,7 +183,7 @@ class Pow(Binary):
         da = db = None
         if self.needs[0]:
             slope = b * _power(xp, a, b - 1)
-            da = dy * (slope if np.ndim(b) == 0 and b != 0 else xp.where(b == 0, 0, slope).astype(dy.dtype))
+            da = dy * (slope if getattr(b, "ndim", 0) == 0 and b != 0 else xp.where(b == 0, 0, slope).astype(dy.dtype))
         if self.needs[1]:
             db = dy * xp.where((a == 0) & (b >= 0), 0, y * xp.log(a)).astype(dy.dtype)
         return da, db
@@ -191,7 +191,7 @@ class Pow(Binary):
 
 def _power(xp, a, b):
     """a ^ b. float32 `power` costs 44 ns an element; the small whole powers are products. Integers to negative powers are ±1 or 0."""
-    if np.ndim(b) == 0 and hasattr(a, "ndim"):
+    if getattr(b, "ndim", 0) == 0 and hasattr(a, "ndim"):
         if b == 1:
             return a.copy()
         if b == 2:
@@ -258,6 +258,7 @@ class Abs(Function):
 class Clamp(Function):
     """y = min(max(x, low), high); low or high may be None.    dx = dy where low ≤ x ≤ high,  dlow = dy where x < low,  dhigh = dy where
     x > high, else 0; where low > high, everything is high's."""
+    mixes = True
 
     def forward(self, x, low, high):
         xp = array_module(x)
@@ -455,7 +456,7 @@ def without_gradient(name, function):
         a, b = array_of(input), array_of(other)
         if _is_number(a) and _is_number(b):
             raise TypeError(f"{name}: expected a Tensor, got {type(input).__name__}; make one with tinygrad_tf.tensor(...)")
-        return _constant(name, function, *promote(a, b))
+        return _constant(name, function, *promote(*_beside(name, a, b)))
     op.__name__ = op.__qualname__ = name
     op.__doc__ = f"{name} of tensors, or a tensor and a number, element by element; the result has no gradient."
     return quiet(op)
@@ -468,6 +469,10 @@ def without_gradient_of_one(name, function):
     op.__name__ = op.__qualname__ = name
     op.__doc__ = f"{name} of each element; the result has no gradient."
     return quiet(op)
+
+
+def _beside(name, a, b):
+    return (a, b) if _is_number(a) or _is_number(b) else numbers_beside(name, [a, b])
 
 
 def _constant(name, function, *arrays):

@@ -12,7 +12,6 @@ from ..arguments import type_name
 from ..autograd import Function, constant
 from ..backend import array_module, at_least_float32
 from ._rows import dot_along, max_along, sum_along
-from .dropout import draw_keep
 
 
 class Attention(Function):
@@ -78,7 +77,7 @@ def weights(q, k, bias, scale):
         return _softmax(z, max_along(z, -1))
     z = _add(z, bias)
     top = max_along(z, -1)
-    if array_module(z).isnan(top).any():
+    if not (top < np.inf).all():                # NaN or inf: the whole row becomes NaN, also where it is blocked
         return _weights_of_visible(z, _blocked(bias, z))
     return _softmax(z, _finite(top))
 
@@ -132,7 +131,7 @@ def _swap(x):
 def _without_leaks(gradients, dy, p, bias):
     """gradients(dy, blocked=None); where something was blocked and a gradient is not finite, again with the blocked places told."""
     found = gradients(dy, None)
-    if bias is not None and not all(g is None or _is_finite(g) for g in found):
+    if bias is not None and not _is_finite(*found):
         found = gradients(dy, _blocked(bias, p))
     return found
 
@@ -164,39 +163,21 @@ def _blocked(bias, z):
     return array_module(z).broadcast_to(bias == -np.inf, z.shape)
 
 
-def _is_finite(x):
-    return bool(array_module(x).isfinite(x.sum()))
+def _is_finite(*arrays):
+    """Whether all elements are; None counts as finite. One answer for all of them: on a GPU the host waits for it."""
+    total = sum(x.sum() for x in arrays if x is not None)
+    return bool(array_module(*arrays).isfinite(total))
 
 
 # --- public -----------------------------------------------------------------------------------------------------------
-
-def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """softmax(scale · query keyᵀ + mask) value.    query: [..., Tq, Dh]   key: [..., Tk, Dh]   value: [..., Tk, Dv] → [..., Tq, Dv]
-
-    attn_mask: bool, True attends, or float (float32 or query's dtype), added to the scores; broadcast to [..., Tq, Tk].
-    is_causal: query i sees keys 0 to i (aligned top-left). scale: 1/√Dh by default. A query that sees nothing gets zeros.
-    dropout_p applies whenever it is not 0.
-    enable_gqa: query head h reads key head h // (Hq / Hk) and value head h // (Hq / Hv); heads are axis −3. Nothing is copied
-    where Hk = Hv.
-    """
-    op = "scaled_dot_product_attention"
-    _check(op, query, key, attn_mask, is_causal)
-    _check_value(op, query, key, value)
-    if enable_gqa:
-        query, key, value, attn_mask = _group(op, query, key, value, attn_mask)
-    shape = _score_shape(op, query, key, value, attn_mask)
-    bias = _bias(query, key, attn_mask, is_causal)
-    keep = draw_keep(at_least_float32(query.array), dropout_p, shape) if dropout_p else None
-    out = Attention.apply(query, key, value, bias, keep, checked_scale(query, scale))
-    return out.flatten(-4, -3) if enable_gqa else out
-
 
 def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
     """The weights alone, [..., Tq, Tk], for those who show them: what scaled_dot_product_attention multiplies `value` by."""
     _check("attention_weights", query, key, attn_mask, is_causal)
     grouped = enable_gqa and _heads(query) != _heads(key)
     if grouped:
-        query, key, _, attn_mask = _group("attention_weights", query, key, key, attn_mask)
+        attn_mask = group_mask("attention_weights", query, shared_heads("attention_weights", query, key, key), attn_mask)
+        query, key, _ = group("attention_weights", query, key, key)
     _score_shape("attention_weights", query, key, key, attn_mask)
     p = AttentionWeights.apply(query, key, _bias(query, key, attn_mask, is_causal), checked_scale(query, scale))
     return p.flatten(-4, -3) if grouped else p
@@ -228,22 +209,28 @@ def _heads(x):
     return x.array.shape[-3] if x.ndim > 2 else None
 
 
-def _group(op, query, key, value, attn_mask):
+def group(op, query, key, value):
     """query as [..., Hkv, G, Tq, Dh], key and value as [..., Hkv, 1, Tk, D]: G query heads share a key head by broadcasting.
 
     Where key and value differ in heads, Hkv is their least common multiple, and their heads are repeated up to it.
     """
-    heads, shared = _heads(query), _shared_heads(op, query, key, value)
-    if attn_mask is not None and attn_mask.ndim > 2:
-        if _heads(attn_mask) not in (1, heads):
-            raise RuntimeError(f"{op}: attn_mask {_shape(attn_mask)} must have 1 or {heads} heads (axis −3), as query {_shape(query)} has")
-        attn_mask = attn_mask.unsqueeze(-3) if _heads(attn_mask) == 1 else attn_mask.unflatten(-3, (shared, heads // shared))
+    heads, shared = _heads(query), shared_heads(op, query, key, value)
     query = query.unflatten(-3, (shared, heads // shared))
     key, value = (x if _heads(x) == shared else x.repeat_interleave(shared // _heads(x), -3) for x in (key, value))
-    return query, key.unsqueeze(-3), value.unsqueeze(-3), attn_mask
+    return query, key.unsqueeze(-3), value.unsqueeze(-3)
 
 
-def _shared_heads(op, query, key, value):
+def group_mask(op, query, shared, mask):
+    """A mask or bias for the heads of query, [..., H, Tq, Tk], as [..., Hkv, G, Tq, Tk]; None stays."""
+    if mask is None or mask.ndim < 3:
+        return mask
+    heads = _heads(query)
+    if _heads(mask) not in (1, heads):
+        raise RuntimeError(f"{op}: attn_mask {_shape(mask)} must have 1 or {heads} heads (axis −3), as query {_shape(query)} has")
+    return mask.unsqueeze(-3) if _heads(mask) == 1 else mask.unflatten(-3, (shared, heads // shared))
+
+
+def shared_heads(op, query, key, value):
     heads, found = _heads(query), (_heads(key), _heads(value))
     if heads is None or not all(found) or any(heads % n for n in found):
         raise RuntimeError(f"{op}: with enable_gqa, the number of heads (axis −3) of key and of value must divide "

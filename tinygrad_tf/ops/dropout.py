@@ -1,5 +1,7 @@
 """Dropout: random zeros while training, the rest scaled up so that the mean stays."""
-from .. import random
+import numpy as np
+
+from .. import philox, random
 from ..autograd import Function
 from ..backend import array_module
 from ._rows import require_float
@@ -17,9 +19,14 @@ class Dropout(Function):
 
 
 def draw_keep(x, p, shape=None):
-    """What dropout multiplies x (or an array of this shape beside x) by: the stream of PyTorch's CPU dropout."""
-    keep = random.default_generator.dropout_keep(x.shape if shape is None else shape, p)
-    return array_module(x).asarray(keep * x.dtype.type(1 / (1 - p) if p < 1 else 0))
+    """What dropout multiplies x (or an array of this shape beside x) by.
+
+    On the CPU it is the stream of PyTorch's CPU dropout; on a GPU Philox, with a key from that stream.
+    """
+    shape = x.shape if shape is None else shape
+    if array_module(x) is not np:
+        return philox.keep(x, p, shape)
+    return random.default_generator.dropout_keep(shape, p) * x.dtype.type(1 / (1 - p) if p < 1 else 0)
 
 
 def dropout(input, p=0.5, training=True, inplace=False):

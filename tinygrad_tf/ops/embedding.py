@@ -2,7 +2,8 @@
 import numpy as np
 
 from ..autograd import Function, constant, no_grad
-from ..backend import array_module, at_least_float32, first_outside
+from ..backend import array_module, at_least_float32
+from ._ids import first_bad
 from ._rows import scatter_rows
 
 
@@ -32,7 +33,7 @@ def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0):
     ids, w = input.array, weight.array
     if w.ndim != 2:
         raise RuntimeError(f"embedding: weight must be 2-D, [V_vocab, C], got shape {w.shape}")
-    _check_ids("embedding", ids, w.shape[0])
+    _check_ids("embedding", input, w.shape[0])
     if padding_idx is not None:
         if not -w.shape[0] <= padding_idx < w.shape[0]:
             raise ValueError(f"embedding: padding_idx {padding_idx} must be within the {w.shape[0]} rows of weight")
@@ -43,9 +44,9 @@ def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0):
 
 
 def _check_ids(op, ids, rows):
-    if ids.dtype.kind not in "iu":
-        raise RuntimeError(f"{op}: ids must be integers, got {ids.dtype} of shape {ids.shape}; convert with .long()")
-    if (bad := first_outside(ids, rows)) is not None:
+    if ids.array.dtype.kind not in "iu":
+        raise RuntimeError(f"{op}: ids must be integers, got {ids.array.dtype} of shape {ids.array.shape}; convert with .long()")
+    if (bad := first_bad(ids, rows)) is not None:
         raise IndexError(f"{op}: id {bad} is out of range for a table of {rows} rows: ids are 0 to {rows - 1}; "
                          f"check that the tokenizer and the table have one vocabulary size")
 

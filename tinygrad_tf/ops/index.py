@@ -9,8 +9,9 @@ import operator
 import numpy as np
 
 from ..autograd import Function, array_of, constant
-from ..backend import array_module, first_outside, scatter_add
+from ..backend import array_module, check_one_device, device_of, first_outside, numbers_beside, scatter_add, to_device
 from ..dtypes import result_type
+from ._ids import first_bad
 from .arithmetic import as_stored, broadcast_error, converted, promote
 from .reduce import normalize_dim
 
@@ -45,6 +46,48 @@ def _as_part(part):
     if part.dtype.kind not in "iub":
         raise IndexError(f"index: tensors used as indices must be integers or booleans, got {part.dtype}")
     return int(part) if part.ndim == 0 and part.dtype != bool else part
+
+
+def beside(x, index):
+    """An index whose arrays are where the array x is: those of the CPU are uploaded, as in PyTorch. The other way round raises.
+
+    For a GPU the ids are checked, because CuPy would wrap what is out of bounds silently, and masks become ids.
+    """
+    if is_basic(index):
+        return index
+    parts = index if isinstance(index, tuple) else (index,)
+    if array_module(x) is np:
+        if array_module(*parts) is not np:
+            raise RuntimeError("index: the index is on a GPU and the tensor on the CPU; an index may be on the CPU or beside its tensor: "
+                               "move one of them with .to(...)")
+        return index
+    taken = sum(_axes_of(p) for p in parts)
+    placed, axis = [], 0
+    for part in parts:
+        placed += _placed(x, axis, part) if hasattr(part, "ndim") else [part]
+        axis += x.ndim - taken if part is ... else _axes_of(part)
+    return tuple(placed)
+
+
+def _axes_of(part):
+    """How many axes of the tensor a part of an index takes."""
+    return part.ndim if hasattr(part, "ndim") and part.dtype == bool else 0 if part is None or part is ... else 1
+
+
+def _placed(x, axis, part):
+    """Arrays of ids on the device of x for one array of an index; IndexError as NumPy has it."""
+    if part.dtype == bool:
+        if part.ndim == 0:
+            return [to_device(part, device_of(x))]
+        if part.shape != x.shape[axis:axis + part.ndim]:
+            raise IndexError(f"index: boolean index did not match indexed array: a mask of shape {part.shape} at axis {axis} (tensor of "
+                             f"shape {x.shape})")
+        return [to_device(i, device_of(x)) for i in part.nonzero()]
+    ids = part.astype(np.int64, copy=False)
+    if axis < x.ndim and (bad := first_outside(ids + x.shape[axis], 2 * x.shape[axis])) is not None:
+        raise IndexError(f"index: index {bad - x.shape[axis]} is out of bounds for axis {axis} with size {x.shape[axis]} (tensor of "
+                         f"shape {x.shape})")
+    return [to_device(ids, device_of(x))]
 
 
 def _as_slice(part):
@@ -107,7 +150,7 @@ class SetItem(Function):
     """y = x, but y[index] = value.    dx = dy with zeros there,  dvalue = dy[index]"""
 
     def forward(self, x, value, index):
-        self.index, self.value_ndim = index, np.ndim(value)
+        self.index, self.value_ndim = index, getattr(value, "ndim", 0)
         y = x.copy()
         _assign(y, index, value)
         return y
@@ -133,8 +176,8 @@ def _assign(x, index, value):
     try:
         x[index] = value
     except ValueError:
-        raise RuntimeError(f"setitem: a value of shape {np.shape(value)} does not broadcast to x[index] of shape {x[index].shape} "
-                           f"(x: {x.shape})") from None
+        shape = getattr(value, "shape", ())
+        raise RuntimeError(f"setitem: a value of shape {shape} does not broadcast to x[index] of shape {x[index].shape} (x: {x.shape})") from None
     except IndexError as error:
         raise IndexError(f"setitem: {error} (tensor of shape {x.shape})") from None
 
@@ -158,6 +201,7 @@ class Where(Function):
 
     da = dy where condition, else 0;  db the other way round
     """
+    mixes = True
 
     def forward(self, condition, a, b):
         xp = array_module(condition, a, b)
@@ -176,6 +220,7 @@ class Where(Function):
 
 class MaskedFill(Function):
     """y = value where blocked, else x.    dx = 0 where blocked, else dy;  dvalue = Σ dy over the blocked"""
+    mixes = True
 
     def forward(self, x, blocked, value):
         self.saved = blocked
@@ -209,8 +254,8 @@ class Scatter(Function):
     def forward(self, x, index, source, dim):
         self.dim, self.saved = dim, index
         y = x.copy()
-        y[along(index, dim)] = source if np.ndim(source) == 0 else source[tuple(slice(n) for n in index.shape)]
-        self.source_shape = np.shape(source)
+        y[along(index, dim)] = source if getattr(source, "ndim", 0) == 0 else source[tuple(slice(n) for n in index.shape)]
+        self.source_shape = getattr(source, "shape", ())
         return y
 
     def backward(self, dy):
@@ -265,7 +310,7 @@ def along(index, dim):
 
 
 def getitem(input, index):
-    first, then = in_two_steps(as_index(index))
+    first, then = in_two_steps(beside(input.array, as_index(index)))
     y = GetItem.apply(input, first)
     return y if then is None else GetItem.apply(y, then)
 
@@ -300,18 +345,21 @@ def masked_select(input, mask):
 
 def _check_index(op, index, size, dim, error=IndexError):
     """int64 or int32 in [0, size): ids never wrap."""
-    if index.dtype not in (np.int64, np.int32):
-        raise RuntimeError(f"{op}: index must be an int64 or int32 tensor, got {index.dtype}; convert it with .long()")
-    if (bad := first_outside(index, size)) is not None:
+    if index.array.dtype not in (np.int64, np.int32):
+        raise RuntimeError(f"{op}: index must be an int64 or int32 tensor, got {index.array.dtype}; convert it with .long()")
+    if (bad := first_bad(index, size)) is not None:
         raise error(f"{op}: index {bad} is out of bounds for dimension {dim} with size {size}; valid are 0 to {size - 1}")
 
 
-def _check_gather(op, x, index, dim):
+def _check_gather(op, input, index, dim):
+    x, ids = input.array, index
+    index = ids.array
+    check_one_device(op, [x, index])
     if x.ndim != index.ndim:
         raise RuntimeError(f"{op}: index must have the same number of dimensions as input, got {index.shape} and {x.shape}")
     if any(n > m for d, (n, m) in enumerate(zip(index.shape, x.shape)) if d != dim):
         raise RuntimeError(f"{op}: index {index.shape} must not be larger than {x.shape} apart from dimension {dim}")
-    _check_index(op, index, x.shape[dim] if x.ndim else 1, dim, RuntimeError)
+    _check_index(op, ids, x.shape[dim] if x.ndim else 1, dim, RuntimeError)
 
 
 def gather(input, dim, index):
@@ -319,7 +367,7 @@ def gather(input, dim, index):
     where one of them is a single number, and fits into input apart from `dim` also where it is empty.
     """
     d = normalize_dim("gather", dim, input.ndim)
-    _check_gather("gather", input.array, index.array, d)
+    _check_gather("gather", input, index, d)
     return Gather.apply(input, index, d)
 
 
@@ -337,7 +385,7 @@ def scatter(input, dim, index, src=None, *, value=None):
     """`src`, a tensor as large as index, or `value`, a number, written to the places that index names."""
     src = value if src is None else src
     d = normalize_dim("scatter", dim, input.ndim)
-    _check_gather("scatter", input.array, index.array, d)
+    _check_gather("scatter", input, index, d)
     if hasattr(src, "array"):
         _check_source("scatter", input, index.array, src)
     elif not isinstance(src, (numbers.Number, np.generic)):
@@ -351,7 +399,7 @@ def scatter_add_(input, dim, index, src):
     d = normalize_dim("scatter_add", dim, input.ndim)
     if not hasattr(src, "array"):
         raise TypeError(f"scatter_add: src must be a Tensor, got {type(src).__name__}")
-    _check_gather("scatter_add", input.array, index.array, d)
+    _check_gather("scatter_add", input, index, d)
     _check_source("scatter_add", input, index.array, src)
     return ScatterAdd.apply(input, index, src, d)
 
@@ -365,14 +413,15 @@ def _check_source(op, input, index, src):
 
 def _check_vector(op, index, size, dim):
     if index.ndim > 1:
-        raise IndexError(f"{op}: index must be one row of ids, got shape {index.shape}")
+        raise IndexError(f"{op}: index must be one row of ids, got shape {index.array.shape}")
     _check_index(op, index, size, dim)
 
 
 def index_select(input, dim, index):
     d = normalize_dim("index_select", dim, input.ndim)
     x = input if input.ndim else input.reshape(1)
-    _check_vector("index_select", index.array, x.array.shape[d], d)
+    check_one_device("index_select", [input.array, index.array])
+    _check_vector("index_select", index, x.array.shape[d], d)
     y = GetItem.apply(x, (slice(None),) * d + (index.array.flatten(),))
     return y if input.ndim else y.reshape(())
 
@@ -382,7 +431,7 @@ def index_add(input, dim, index, source, *, alpha=1):
     d = normalize_dim("index_add", dim, input.ndim)
     if input.ndim == 0:
         return index_add(input.reshape(1), 0, index, source.reshape(1), alpha=alpha).reshape(())
-    _check_vector("index_add", index.array, input.array.shape[d], d)
+    _check_vector("index_add", index, input.array.shape[d], d)
     wanted = (*input.array.shape[:d], index.array.size, *input.array.shape[d + 1:])
     if source.array.shape != wanted or source.dtype != input.dtype:
         raise RuntimeError(f"index_add: source must have shape {wanted} and {input.dtype}, one slice for each index, got "
@@ -436,7 +485,7 @@ def extreme_pair(input, dim, keepdim, which):
         return input.clone(), constant(array_module(input.array).zeros((), dtype=np.int64))
     if input.array.shape[d] == 0:
         raise IndexError(f"{which[3:]}: expected dim {dim} to have a non-zero size, got shape {tuple(input.shape)}")
-    index = constant(np.expand_dims(getattr(input.array, which)(axis=d), d))
+    index = constant(array_module(input.array).expand_dims(getattr(input.array, which)(axis=d), d))
     values = gather(input, d, index)
     return (values, index) if keepdim else (values.squeeze(d), index.squeeze(d))
 
@@ -452,7 +501,8 @@ def nonzero(input, as_tuple=False):
 def isin(elements, test_elements):
     """Which elements occur in test_elements."""
     a, b = promote(array_of(elements), array_of(test_elements))
-    return constant(array_module(a).isin(a, b))
+    xp = array_module(a, b)
+    return constant(xp.isin(*numbers_beside("isin", [xp.asarray(x) if np.isscalar(x) else x for x in (a, b)])))
 
 
 def unique(input, sorted=True, return_inverse=False, return_counts=False):
@@ -477,6 +527,8 @@ def searchsorted(sorted_sequence, values, *, right=False):
     also takes a row for each row of values.
     """
     x, v = promote(sorted_sequence.array, array_of(values))
+    if hasattr(v, "ndim"):
+        x, v = numbers_beside("searchsorted", [x, v])
     if x.ndim != 1:
         raise RuntimeError(f"searchsorted: sorted_sequence must be one row, got shape {x.shape}; go through the rows one by one")
     return constant(array_module(x).asarray(array_module(x).searchsorted(x, v, side="right" if right else "left"), dtype=np.int64))

@@ -2,7 +2,9 @@
 import warnings
 
 from ..autograd import Function
-from ..backend import array_module, at_least_float32
+from ..backend import array_module, at_least_float32, may_hold
+from ..kernels import fused
+from ._ids import are_known_labels
 from ._rows import max_along, require_float, sum_along
 from .activation import softplus
 from .arithmetic import add, mul, square, sub
@@ -20,20 +22,24 @@ class CrossEntropy(Function):
     dx_c = a · (p_c − [c = t]) + s · (p_c · Σ w − w_c),   a = (1 − ε) · w_t · dloss_i,  s = ε/C · dloss_i       (guide 9.9)
     """
 
-    def forward(self, x, target, w, ignore_index, reduction, smoothing):
+    def forward(self, x, target, w, ignore_index, reduction, smoothing, checked=False):
         xp, rows = array_module(x), class_rows(at_least_float32(x))
-        t, counted = check_targets("cross_entropy", target, rows.shape[1], ignore_index)
+        t, counted = check_targets("cross_entropy", target, rows.shape[1], ignore_index, checked)
         w_t = row_weights(w, t, counted, rows.dtype)
-        z = rows - max_along(rows, 1)
-        z_t = z[xp.arange(len(t)), t]
-        z_all = _sum_over_classes(z, w) if smoothing else 0
-        p = xp.exp(z, out=z)
-        total = sum_along(p, 1)
-        p /= total
-        log_total = xp.log(total[:, 0])
-        loss = (log_total - z_t) * ((1 - smoothing) * w_t)
-        if smoothing:
-            loss += (log_total * _sum_of_weights(w, rows) - z_all) * (smoothing / rows.shape[1])
+        if fused.serves(rows) and not smoothing:
+            p, loss = fused.cross_entropy(rows, t)
+            loss = loss * w_t
+        else:
+            z = rows - max_along(rows, 1)
+            z_t = z[xp.arange(len(t)), t]
+            z_all = _sum_over_classes(z, w) if smoothing else 0
+            p = xp.exp(z, out=z)
+            total = sum_along(p, 1)
+            p /= total
+            log_total = xp.log(total[:, 0])
+            loss = (log_total - z_t) * ((1 - smoothing) * w_t)
+            if smoothing:
+                loss += (log_total * _sum_of_weights(w, rows) - z_all) * (smoothing / rows.shape[1])
         count = w_t.sum()
         self.saved = p, t, counted, w, w_t, count
         self.x_shape, self.reduction, self.smoothing = x.shape, reduction, smoothing
@@ -44,12 +50,14 @@ class CrossEntropy(Function):
         xp = array_module(p)
         dloss = spread(dy, count, self.reduction, len(t))
         a, s = (1 - self.smoothing) * w_t * dloss, self.smoothing / p.shape[1] * dloss
+        if fused.serves(p) and not self.smoothing:
+            return class_columns(fused.cross_entropy_backward(p, t, counted, a), self.x_shape)
         dx = p * (a + s * _sum_of_weights(w, p) if self.smoothing else a)[:, None]      # 0 · Σ w may be 0 · ∞
         dx[xp.arange(len(t)), t] -= a
         if self.smoothing:
             dx -= s[:, None] * (1 if w is None else w)
-        if not counted.all():
-            dx[~counted] = 0                    # not 0 · p: an ignored row may hold NaN, and count may be 0
+        if may_hold(~counted.all()):            # not 0 · p: an ignored row may hold NaN, and count may be 0
+            xp.copyto(dx, 0, where=~counted[:, None])
         return class_columns(dx, self.x_shape)
 
 
@@ -59,9 +67,9 @@ class NLLLoss(Function):
     dx_c = −w_t · dloss_i where c = t, else 0.       mean = Σ loss_i / Σ w_t over the rows that count
     """
 
-    def forward(self, x, target, w, ignore_index, reduction):
+    def forward(self, x, target, w, ignore_index, reduction, checked=False):
         xp, rows = array_module(x), class_rows(at_least_float32(x))
-        t, counted = check_targets("nll_loss", target, rows.shape[1], ignore_index)
+        t, counted = check_targets("nll_loss", target, rows.shape[1], ignore_index, checked)
         w_t = row_weights(w, t, counted, rows.dtype)
         count = w_t.sum()
         self.saved = t, counted, w_t, count
@@ -92,12 +100,13 @@ def class_columns(rows, shape):
     return array_module(rows).moveaxis(rows.reshape(shape[0], *shape[2:], shape[1]), -1, 1)
 
 
-def check_targets(op, target, classes, ignore_index):
-    """(class of each row, 0 where it is ignored; which rows count). IndexError for a class outside [0, C): none wraps."""
+def check_targets(op, target, classes, ignore_index, checked=False):
+    """(class of each row, 0 where it is ignored; which rows count). IndexError for a class outside [0, C): none wraps.
+    checked: it is known that there is none, and nothing has to be looked at."""
     t = target.reshape(-1)
     counted = t != ignore_index
-    wrong = counted & ((t < 0) | (t >= classes))
-    if wrong.any():
+    wrong = None if checked else counted & ((t < 0) | (t >= classes))
+    if wrong is not None and wrong.any():
         row = int(wrong.argmax())
         raise IndexError(f"{op}: target {int(t[row])} of row {row} is out of bounds: classes are 0 to {classes - 1}, and rows without "
                          f"a label carry ignore_index = {ignore_index}")
@@ -145,7 +154,8 @@ def cross_entropy(input, target, weight=None, size_average=None, ignore_index=-1
     if t.shape == x.shape and t.dtype.kind == "f":
         return _cross_entropy_of_probabilities(input, target, weight, ignore_index, reduction, label_smoothing)
     _check_classes("cross_entropy", x, t)
-    return CrossEntropy.apply(input, target, weight, ignore_index, reduction, label_smoothing)
+    checked = are_known_labels(target, x.shape[min(1, x.ndim - 1)], ignore_index)
+    return CrossEntropy.apply(input, target, weight, ignore_index, reduction, label_smoothing, checked)
 
 
 def _cross_entropy_of_probabilities(input, target, weight, ignore_index, reduction, smoothing):
@@ -171,7 +181,8 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
     x, t = require_float("nll_loss", input.array), target.array
     _check_weight("nll_loss", x, weight)
     _check_classes("nll_loss", x, t)
-    return NLLLoss.apply(input, target, weight, ignore_index, reduction)
+    checked = are_known_labels(target, x.shape[min(1, x.ndim - 1)], ignore_index)
+    return NLLLoss.apply(input, target, weight, ignore_index, reduction, checked)
 
 
 def mse_loss(input, target, size_average=None, reduce=None, reduction="mean"):

@@ -3,6 +3,7 @@ import numpy as np
 
 from ..autograd import Function
 from ..backend import array_module, as_rows, at_least_float32
+from ..kernels import fused
 from ._rows import dot_along, require_float, sum_along
 from .arithmetic import clamp_min, div
 from .reduce import norm
@@ -19,20 +20,25 @@ class LayerNorm(Function):
 
     def forward(self, x, w, b, shape, eps):
         xp, x32 = array_module(x), as_rows(at_least_float32(require_float("layer_norm", x)), len(shape))
-        size = x32.shape[1]
-        x_hat = x32 - sum_along(x32, -1) / size
-        r = 1 / xp.sqrt(dot_along(x_hat, x_hat, -1) / size + eps)
-        r[r == 0] = np.nan                      # σ² = ∞: zeros would pass for a result
-        x_hat *= r
-        y = x_hat if w is None else x_hat * w.reshape(-1)
-        if b is not None:
-            y = y + b.reshape(-1) if w is None else xp.add(y, b.reshape(-1), out=y)
+        if fused.serves(x32):
+            y, x_hat, r = fused.norm(x32, w, b, eps, centred=True)
+        else:
+            size = x32.shape[1]
+            x_hat = x32 - sum_along(x32, -1) / size
+            r = 1 / xp.sqrt(dot_along(x_hat, x_hat, -1) / size + eps)
+            r[r == 0] = np.nan                  # σ² = ∞: zeros would pass for a result
+            x_hat *= r
+            y = x_hat if w is None else x_hat * w.reshape(-1)
+            if b is not None:
+                y = y + b.reshape(-1) if w is None else xp.add(y, b.reshape(-1), out=y)
         self.saved, self.axes = (x_hat, r, w), len(shape)
         return y.astype(x.dtype, copy=False).reshape(x.shape)
 
     def backward(self, dy):
         x_hat, r, w = self.saved
         rows = as_rows(at_least_float32(dy), self.axes)
+        if fused.serves(rows):
+            return _fused_backward(self, rows, dy.shape, centred=True)
         size = rows.shape[1]
         dx = dw = None
         if self.needs[0]:
@@ -55,15 +61,20 @@ class RMSNorm(Function):
 
     def forward(self, x, w, shape, eps):
         xp, x32 = array_module(x), as_rows(at_least_float32(require_float("rms_norm", x)), len(shape))
-        r = 1 / xp.sqrt(dot_along(x32, x32, -1) / x32.shape[1] + eps)
-        x_hat = x32 * r
+        if fused.serves(x32):
+            y, x_hat, r = fused.norm(x32, w, None, eps, centred=False)
+        else:
+            r = 1 / xp.sqrt(dot_along(x32, x32, -1) / x32.shape[1] + eps)
+            x_hat = x32 * r
+            y = x_hat if w is None else x_hat * w.reshape(-1)
         self.saved, self.axes = (x_hat, r, w), len(shape)
-        y = x_hat if w is None else x_hat * w.reshape(-1)
         return y.astype(x.dtype, copy=False).reshape(x.shape)
 
     def backward(self, dy):
         x_hat, r, w = self.saved
         rows = as_rows(at_least_float32(dy), self.axes)
+        if fused.serves(rows):
+            return _fused_backward(self, rows, dy.shape, centred=False)[:2]
         dx = dw = None
         if self.needs[0]:
             g = rows if w is None else rows * w.reshape(-1)
@@ -74,6 +85,13 @@ class RMSNorm(Function):
         if self.needs[1]:
             dw = (rows * x_hat).reshape(dy.shape)
         return dx, dw
+
+
+def _fused_backward(op, rows, shape, centred):
+    """(dx, dw, db) by kernels, dw and db summed over the rows already.    rows: dy as [n, C]   shape: that of dy"""
+    x_hat, r, w = op.saved
+    dx = fused.norm_backward(rows, x_hat, r, w, centred).reshape(shape) if op.needs[0] else None
+    return dx, *(fused.norm_columns(rows, x_hat, shape[len(shape) - op.axes:]) if any(op.needs[1:]) else (None, None))
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):

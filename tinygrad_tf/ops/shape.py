@@ -4,8 +4,8 @@ import operator
 
 import numpy as np
 
-from ..autograd import Function, array_of, constant
-from ..backend import array_module, owner
+from ..autograd import Function, array_of
+from ..backend import CPU, array_module, owner, to_device
 from ..dtypes import result_type
 from .arithmetic import as_stored
 from .reduce import normalize_dim, normalize_dims
@@ -167,7 +167,9 @@ class Pad(Function):
 def reshape(input, *shape):
     shape = as_shape("reshape", shape)
     _check_reshape("reshape", input.array, shape)
-    return Reshape.apply(input, shape)
+    y = Reshape.apply(input, shape)
+    y.version.inherit_bounds(input.version)
+    return y
 
 
 def _check_reshape(op, x, shape):
@@ -410,13 +412,12 @@ def repeat_interleave(input, repeats, dim=None):
         return repeat_interleave(reshape(input, -1), repeats, 0)
     d = _real_dim("repeat_interleave", dim, input, IndexError)
     counts = array_of(repeats)
-    if np.ndim(counts) and counts.size > 1:     # a count for each element: gather them
+    if getattr(counts, "ndim", 0) and counts.size > 1:      # a count for each element: gather them
         if counts.shape != (input.array.shape[d],):
             raise RuntimeError(f"repeat_interleave: {counts.shape} counts for {input.array.shape[d]} elements of dim {dim}")
-        xp = array_module(counts)
-        index = constant(xp.repeat(xp.arange(counts.shape[0]), counts.tolist()))
+        index = np.repeat(np.arange(counts.shape[0]), to_device(counts, CPU))
         return input[(slice(None),) * d + (index,)]
-    count = int(counts if np.ndim(counts) == 0 else counts.reshape(()))
+    count = int(counts.reshape(()) if hasattr(counts, "ndim") else counts)
     if count < 0:
         raise RuntimeError(f"repeat_interleave: repeats must be ≥ 0, got {count}")
     return RepeatInterleave.apply(input, count, d)

@@ -3,6 +3,7 @@
 from ..autograd import Function
 from ..backend import array_module, at_least_float32
 from ..dtypes import numpy_dtype
+from ..kernels import fused
 from ._rows import dot_along, max_along, require_float, sum_along
 from .arithmetic import as_float, cast
 from .reduce import keep, normalize_dim, normalize_dims
@@ -16,15 +17,20 @@ class Softmax(Function):
 
     def forward(self, x, dim):
         xp, x32 = array_module(x), at_least_float32(require_float("softmax", x))
-        y = x32 - max_along(x32, dim)
-        xp.exp(y, out=y)
-        y /= sum_along(y, dim)
+        if fused.serves(x32, dim):
+            y = fused.softmax(x32)
+        else:
+            y = x32 - max_along(x32, dim)
+            xp.exp(y, out=y)
+            y /= sum_along(y, dim)
         self.saved, self.dim = y, dim
         return y.astype(x.dtype, copy=False)
 
     def backward(self, dy):
         y = self.saved
         dy = at_least_float32(dy)
+        if fused.serves(dy, self.dim):
+            return fused.softmax_backward(dy, y)
         dx = dy - dot_along(dy, y, self.dim)
         dx *= y
         return dx
@@ -35,14 +41,19 @@ class LogSoftmax(Function):
 
     def forward(self, x, dim):
         xp, x32 = array_module(x), at_least_float32(require_float("log_softmax", x))
-        y = x32 - max_along(x32, dim)
-        y -= xp.log(sum_along(xp.exp(y), dim))
+        if fused.serves(x32, dim):
+            y = fused.log_softmax(x32)
+        else:
+            y = x32 - max_along(x32, dim)
+            y -= xp.log(sum_along(xp.exp(y), dim))
         self.saved, self.dim = y, dim
         return y.astype(x.dtype, copy=False)
 
     def backward(self, dy):
         y = self.saved
         dy = at_least_float32(dy)
+        if fused.serves(dy, self.dim):
+            return fused.log_softmax_backward(dy, y)
         p = array_module(dy).exp(y)
         p *= sum_along(dy, self.dim)
         return dy - p

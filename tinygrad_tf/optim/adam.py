@@ -4,6 +4,7 @@ import math
 from ..autograd import constant
 from ..backend import array_module
 from ..creation import tensor
+from ..kernels import fused
 from .optimizer import Optimizer
 
 
@@ -28,28 +29,14 @@ class Adam(Optimizer):
                 raise ValueError(f"{self._name()}: Invalid beta parameter at index {i}: {beta}, expected 0 <= beta < 1")
 
     def update(self, p, g, state, group):
-        xp, lr, (beta1, beta2) = array_module(p), float(group["lr"]), map(float, group["betas"])
         if not state:
             self.start(p, state, group)
         state["step"].array += 1
         t, m, v = float(state["step"].array), state["exp_avg"].array, state["exp_avg_sq"].array
-
-        g = self.decay(p, -g if group["maximize"] else g, group)
-        work = xp.subtract(g, m, out=xp.empty_like(p))      # one temporary, used for every term in turn; an array also in 0-d
-        work *= 1 - beta1
-        m += work                               # β₁ m + (1 − β₁) g
-        xp.square(g, out=work)
-        work *= 1 - beta2
-        v *= beta2
-        v += work
-        if group["amsgrad"]:
-            v = xp.maximum(state["max_exp_avg_sq"].array, v, out=state["max_exp_avg_sq"].array)
-        xp.sqrt(v, out=work)
-        work /= math.sqrt(1 - beta2 ** t)
-        work += float(group["eps"])             # √v̂ + eps
-        xp.divide(m, work, out=work)
-        work *= lr / (1 - beta1 ** t)
-        p -= work
+        largest = state["max_exp_avg_sq"].array if group["amsgrad"] else None
+        lr, betas, eps = float(group["lr"]), tuple(map(float, group["betas"])), float(group["eps"])
+        step = fused.adam if fused.can_step(p, m, v, largest) else adam_step
+        step(p, g, m, v, largest, t, lr, betas, eps, group["maximize"], *self.decay(lr, float(group["weight_decay"])))
 
     def start(self, p, state, group):
         """The state of a parameter's first step: t, m and v are zero."""
@@ -59,8 +46,33 @@ class Adam(Optimizer):
         if group["amsgrad"]:
             state["max_exp_avg_sq"] = constant(zeros(p))
 
-    def decay(self, p, g, group):
-        return g + float(group["weight_decay"]) * p if group["weight_decay"] else g
+    def decay(self, lr, weight_decay):
+        """(penalty, shrink): g ← g + penalty · p,  p ← shrink · p."""
+        return weight_decay, 1.0
+
+
+def adam_step(p, g, m, v, largest, t, lr, betas, eps, maximize=False, penalty=0.0, shrink=1.0):
+    """Adam's step as array operations, written into p, m, v and `largest` (None without amsgrad)."""
+    xp, (beta1, beta2) = array_module(p), betas
+    g = -g if maximize else g
+    g = g + penalty * p if penalty else g
+    if shrink != 1:
+        p *= shrink
+    work = xp.subtract(g, m, out=xp.empty_like(p))          # one temporary, used for every term in turn; an array also in 0-d
+    work *= 1 - beta1
+    m += work                                   # β₁ m + (1 − β₁) g
+    xp.square(g, out=work)
+    work *= 1 - beta2
+    v *= beta2
+    v += work
+    if largest is not None:
+        v = xp.maximum(largest, v, out=largest)
+    xp.sqrt(v, out=work)
+    work /= math.sqrt(1 - beta2 ** t)
+    work += eps                                 # √v̂ + eps
+    xp.divide(m, work, out=work)
+    work *= lr / (1 - beta1 ** t)
+    p -= work
 
 
 class AdamW(Adam):
@@ -74,6 +86,5 @@ class AdamW(Adam):
                  foreach=None, fused=None):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
 
-    def decay(self, p, g, group):
-        p *= 1 - float(group["lr"]) * float(group["weight_decay"])
-        return g
+    def decay(self, lr, weight_decay):
+        return 0.0, 1 - lr * weight_decay

@@ -3,7 +3,7 @@ import math
 from collections import defaultdict
 
 from ..autograd import enable_grad, no_grad
-from ..backend import is_writable
+from ..backend import check_one_device, is_writable
 from ..creation import tensor
 from ..tensor import Tensor
 
@@ -114,20 +114,28 @@ class Optimizer:
             with enable_grad():
                 loss = closure()
         with no_grad():
-            for p, group in self._waiting():
-                self.update(p.array, p.grad.array, self.state[p], group)
+            for p, options in self._waiting():
+                self.update(p.array, p.grad.array, self.state[p], options)
                 p.version.writes += 1
         return loss
 
     def _waiting(self):
-        """(parameter, its group) for all that have a gradient: checked together, before the first of them moves."""
-        waiting = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        """(parameter, the options of its group) for all that have a gradient: checked together, before the first of them moves."""
+        waiting = [(p, options) for group in self.param_groups for options in [_as_numbers(group)] for p in group["params"]
+                   if p.grad is not None]
         for p, _ in waiting:
+            self._check_devices(p)
             if not is_writable(p.array):
                 raise RuntimeError(f"{self._name()}: a parameter of shape {tuple(p.shape)} cannot be updated in place: it is expanded, "
                                    f"so that one number stands for several elements, or its memory is read-only; make it from "
                                    f"tensor.clone()")
         return waiting
+
+    def _check_devices(self, p):
+        """RuntimeError where a parameter has moved and what belongs to it has not. The step count is a number on the CPU."""
+        state = [value.array for name, value in self.state.get(p, {}).items() if isinstance(value, Tensor) and name != "step"]
+        check_one_device(f"{self._name()} (a parameter, its gradient and its state; call model.to(device) before the first step, or "
+                         f"load the optimizer's state_dict() anew after it)", [p.array, p.grad.array, *state])
 
     def update(self, p, g, state, group):
         raise NotImplementedError(f"{self._name()} defines no update(p, g, state, group)")
@@ -185,6 +193,11 @@ class Optimizer:
 
 
 _SPOKEN = {"lr": "learning rate", "weight_decay": "weight_decay value", "eps": "epsilon value", "momentum": "momentum value"}
+
+
+def _as_numbers(group):
+    """The group with numbers in place of 0-d tensors: a learning rate that is one is read once a step, not for each parameter."""
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
 
 
 def _options(group):

@@ -3,20 +3,22 @@ import math
 
 import numpy as np
 
-from ..autograd import constant
+from ..creation import as_tensor
 from ..data import evaluation_batches
 from ..generation import inference
+from ..models.common import device_of_model
 
 
 def evaluate(model, ids, context, batch_size=64):
     """Mean cross entropy in nats a token over ids [N]: Σ loss · tokens / Σ tokens.
 
-    Weighted by tokens: a mean of batch means would count a token of a short last batch more than the others.
+    Weighted by tokens: a mean of batch means would count a token of a short last batch more than the others. Batches go to
+    where the model is.
     """
-    total, tokens = 0.0, 0
+    total, tokens, device = 0.0, 0, device_of_model(model)
     with inference(model):
         for inputs, targets in evaluation_batches(np.asarray(ids), context, batch_size):
-            _, loss = model(constant(inputs), constant(targets))
+            _, loss = model(as_tensor(inputs, device=device), as_tensor(targets, device=device))
             total, tokens = total + loss.item() * targets.size, tokens + targets.size
     return total / tokens
 

@@ -9,6 +9,9 @@ import numpy as np
 
 from .. import random
 from ..autograd import constant
+from ..backend import CPU, get_default_device, module_of, to_device
+from ..backend import device as make_device
+from ..creation import as_tensor
 from ..data import CORPORA, BatchSampler, CharTokenizer, CorpusError, baselines, load_text, require_length, split_train_validation
 from ..models import MiniGPT
 from ..nn.utils import clip_grad_norm_
@@ -29,11 +32,14 @@ class Trainer:
     """One run: a model, its optimizer, a text, and the folder that everything is written to.
 
     Two trainers with one configuration, text and seed compute the same numbers, bit for bit on one machine, also when one
-    of them is stopped and resumed: the checkpoint holds all that decides the next step.
+    of them is stopped and resumed: the checkpoint holds all that decides the next step. It does not hold the device: a run
+    may go on on another one, with numbers that differ in their last bits.
     """
 
-    def __init__(self, config, sources, folder):
-        """sources: names of corpora and paths of UTF-8 files, as `data.load_text` takes them."""
+    def __init__(self, config, sources, folder, device=None):
+        """sources: names of corpora and paths of UTF-8 files, as `data.load_text` takes them. device: by default the default one."""
+        self.device = make_device(get_default_device() if device is None else device)
+        module_of(self.device)                          # a GPU that is not there is told before the work
         self.config, self.sources, self.folder = config, absolute(sources), Path(folder)
         text = load_text(sources)
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -41,7 +47,7 @@ class Trainer:
         require_length(self.train_ids, config.context, "training text")
         require_length(self.validation_ids, 1, "held-out text")
         random.manual_seed(config.seed)
-        self.model = build_model(config, self.tokenizer.vocab_size)
+        self.model = build_model(config, self.tokenizer.vocab_size).to(self.device)
         self.optimizer = AdamW(decay_groups(self.model, config.weight_decay), lr=config.lr, betas=(0.9, 0.99))
         self.scheduler = LambdaLR(self.optimizer, lambda step: warmup_cosine(step + 1, config.warmup, config.steps + 1, FINAL_LR))
         self.sampler = BatchSampler(self.train_ids, config.context, config.batch_size, seed=config.seed)
@@ -54,10 +60,10 @@ class Trainer:
     def train_step(self):
         """One update. Returns (loss, gradient norm before clipping) as numbers."""
         random.set_rng_state(self.random_state)         # whoever drew random numbers since the last step changes nothing here
-        inputs, targets = self.sampler.next()
+        inputs, targets = (as_tensor(ids, device=self.device) for ids in self.sampler.next())
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        _, loss = self.model(constant(inputs), constant(targets))
+        _, loss = self.model(inputs, targets)
         loss.backward()
         loss, norm = loss.item(), clip_grad_norm_(self.model.parameters(), self.config.clip).item()
         self._check_finite("loss", loss)
@@ -116,7 +122,7 @@ class Trainer:
 
     def save(self):
         """The checkpoint, and metrics.csv from the numbers that are also in it."""
-        tensors = {f"model.{k}": v.array for k, v in self.model.named_parameters()}        # a tied weight once
+        tensors = {f"model.{k}": to_device(v.array, CPU) for k, v in self.model.named_parameters()}        # a tied weight once
         self._check_finite("weights", sum(float(abs(a).max()) for a in tensors.values()))
         moments, optimizer = split_tensors(self.optimizer.state_dict())
         tensors.update({f"optimizer.{k}": v for k, v in moments.items()}, rng=self.random_state, metrics=self.metrics.table())
@@ -127,13 +133,13 @@ class Trainer:
         self.metrics.write()
 
     @classmethod
-    def resume(cls, folder, sources=None):
+    def resume(cls, folder, sources=None, device=None):
         """The run in a folder, as it was when its checkpoint was written; the text is read again. Raises CheckpointError."""
         with locked(folder):                            # whoever trains there now will write a newer one
             tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
         with fitting(folder):
             config, tokenizer = check_record(tensors, state)
-            self = cls(config, sources or state["sources"], folder)
+            self = cls(config, sources or state["sources"], folder, device)
             if self.fingerprint != state["text"]:
                 raise CheckpointError(f"the run in {folder} was trained on another text than {', '.join(self.sources)} holds now; "
                                       f"resume it with the same text")
@@ -209,21 +215,26 @@ def load_weights(model, tensors):
     model.load_state_dict(weights)
 
 
-def load_model(folder):
-    """(model in eval mode, tokenizer, state) of a run's checkpoint; state holds "config", "sources", "step". CheckpointError."""
+def load_model(folder, device=None):
+    """(model in eval mode, tokenizer, state) of a run's checkpoint; state holds "config", "sources", "step". CheckpointError.
+
+    The checkpoint may have been written on any device; the model comes to `device`, by default the default one.
+    """
+    device = make_device(get_default_device() if device is None else device)
+    module_of(device)
     tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
     with fitting(folder):
         config, tokenizer = check_record(tensors, state)
         model = build_model(config, tokenizer.vocab_size)
         load_weights(model, tensors)
-    return model.eval(), tokenizer, state
+    return model.to(device).eval(), tokenizer, state
 
 
 def split_tensors(state):
-    """An optimizer's state dict as ({"0.exp_avg": array, …}, the rest with plain numbers), so that JSON can hold the rest."""
+    """An optimizer's state dict as ({"0.exp_avg": NumPy array, …}, the rest with plain numbers), so that JSON can hold the rest."""
     arrays, rest = {}, {"param_groups": state["param_groups"], "state": {}}
     for index, entries in state["state"].items():
-        arrays.update({f"{index}.{k}": v.array for k, v in entries.items() if hasattr(v, "array")})
+        arrays.update({f"{index}.{k}": to_device(v.array, CPU) for k, v in entries.items() if hasattr(v, "array")})
         rest["state"][str(index)] = {k: v for k, v in entries.items() if not hasattr(v, "array")}
     return arrays, rest
 
