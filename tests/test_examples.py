@@ -33,7 +33,8 @@ LINES = {
     "10_experiments": ["12    3       6          6               6", "C = 48, H = 4: head_dim = 12",
                        "it looks ahead", "All of it holds."],
     "11_flash_attention": ["[2.0, 5.0]       5    0.135             1.203                44.383",
-                           "out = acc / l = 40.038        lse = m + ln l = 5.456", "4  5  6  ·", "5 × 3             10", "512     262,144     262,144    60,992", "memory.png"],
+                           "out = acc / l = 40.038        lse = m + ln l = 5.456", "4  5  6  ·", "5 × 3             10",
+                           "512     262,144     262,144    60,992", "memory.png"],
     "13_device": ["cpu      loss", "ms a step", "loaded on the CPU"],
 }
 pytestmark = pytest.mark.host("processes of their own, on the CPU; on a device: test_device.py")

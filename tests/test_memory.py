@@ -19,9 +19,11 @@ def memory():
     return module
 
 
+ctypes_cycles = pytest.mark.host("ctypes, by which the emulator calls kernels there, makes cycles of its own")
 SLACK = 16_384              # traced bytes that the interpreter and NumPy may need for lists of freed small objects
 
 
+@ctypes_cycles
 def test_training_leaves_nothing_behind(memory):
     training = memory.Training(B=2, T=8, C=16, H=2, layers=1, V_vocab=20)
     (_, tensors, garbage, traced, _), (_, tensors_after, garbage_after, traced_after, _) = memory.measure(training, 200, 100)
@@ -59,6 +61,7 @@ class Repeated:
             self.action()
 
 
+@ctypes_cycles
 def test_evaluating_saving_resuming_and_generating_leave_nothing_behind(memory, tmp_path):
     import tinygrad_tf
     trainer = runs.trainer(tmp_path, steps=3)

@@ -1,9 +1,9 @@
 import itertools
 import math
 
-from device import host, share_memory
 import numpy as np
 import pytest
+from device import host, share_memory
 from record_ops_fused import assert_close, names, ours, recorded, replay
 from twins import assert_leaves_memory_alone, assert_twins
 

@@ -1,10 +1,15 @@
 """Attention in tiles: equal to dense in everything but memory, the tiles that it visits, and the choice among backends."""
 import itertools
+import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import tracemalloc
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +63,7 @@ def odd_blocks(b, h, q_idx, kv_idx):
 
 
 def assert_near(found, wanted, dtype, name):
-    """max|Δ| / max|wanted|. Where a query sees one key alone its dq is 0, by cancelling: then |Δ| is held against what cancels, of size 1."""
+    """max|Δ| / max|wanted|. Where a query sees one key alone its dq is 0, by cancelling: |Δ| is held against what cancels, of size 1."""
     tolerance = {"float32": 1e-5, "float64": 1e-12}[dtype]
     assert found.dtype == dtype and found.shape == wanted.shape
     error, largest = np.abs(found - wanted).max(initial=0), np.abs(wanted).max(initial=0)
@@ -116,9 +121,11 @@ def test_each_tile_at_sizes_that_fit_and_that_do_not(tile, dtype, size):
         check_case(pattern, "ends", size, True, kind, True, 2, p, tile, dtype, 1)
 
 
-@pytest.mark.parametrize("q, k, v", [((3, 2), (4, 2), (4, 5)), ((2, 3, 2), (2, 4, 2), (2, 4, 2)), ((2, 2, 2, 3, 2), (2, 4, 2), (2, 1, 1, 4, 2)),
+@pytest.mark.parametrize("q, k, v", [((3, 2), (4, 2), (4, 5)), ((2, 3, 2), (2, 4, 2), (2, 4, 2)),
+                                     ((2, 2, 2, 3, 2), (2, 4, 2), (2, 1, 1, 4, 2)),
                                      ((1, 2), (1, 2), (1, 1)), ((3, 2), (3, 4, 2), (4, 2)), ((2, 3, 2), (4, 2), (5, 1, 4, 2)),
-                                     ((0, 3, 4), (0, 3, 4), (0, 3, 4)), ((2, 0, 4), (2, 3, 4), (2, 3, 4)), ((2, 3, 4), (2, 0, 4), (2, 0, 4)),
+                                     ((0, 3, 4), (0, 3, 4), (0, 3, 4)), ((2, 0, 4), (2, 3, 4), (2, 3, 4)),
+                                     ((2, 3, 4), (2, 0, 4), (2, 0, 4)),
                                      ((2, 3, 0), (2, 3, 0), (2, 3, 4)), ((2, 3, 4), (2, 3, 4), (2, 3, 0))], ids=str)
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "one number", "float"])
 def test_all_leading_axes_and_sizes_that_dense_takes(q, k, v, mask):
@@ -189,7 +196,8 @@ def test_float16_is_computed_in_float32():
 
 # --- five at once --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("tokens", [None, [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8], [[1, 0, 1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]]], ids=str)
+@pytest.mark.parametrize("tokens", [None, [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8], [[1, 0, 1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]]],
+                         ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_rope_causal_grouped_heads_a_window_and_tiles_at_once(tokens, tile):
     """All five of guide 18.1, in one layer, and with padding: the same numbers and gradients as the dense table of weights."""
@@ -285,6 +293,16 @@ def test_two_runs_are_identical():
         results.append([host(t) for t in (y.detach(), q.grad, k.grad, v.grad)])
     for a, b in zip(*results):
         assert (a == b).all()
+
+
+@pytest.mark.host("a process of its own, on the CPU")
+def test_the_benchmark_runs(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, str(root / "examples" / "benchmarks" / "flash.py"), "--T", "64", "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and "1/" in done.stdout.splitlines()[-1]
+    row, = json.loads((tmp_path / "flash.json").read_text())["rows"]
+    assert all(row[way]["bytes"] > 0 < row[way]["seconds"][0] for way in ("dense", "tiled", "dense window", "tiled window"))
 
 
 # --- what is visited ---------------------------------------------------------------------------------------------------------
@@ -484,7 +502,8 @@ def test_a_mask_mod_that_changes_its_mind_is_found_out():
 
 @pytest.mark.parametrize("what", ["allowed", "valid_tokens", "bias"])
 def test_a_write_to_a_mask_between_forward_and_backward_is_found_out(what):
-    value = {"allowed": torch.ones(4, 4, dtype=torch.bool), "valid_tokens": torch.ones(1, 4, dtype=torch.bool), "bias": torch.zeros(4, 4)}[what]
+    value = {"allowed": torch.ones(4, 4, dtype=torch.bool), "valid_tokens": torch.ones(1, 4, dtype=torch.bool),
+             "bias": torch.zeros(4, 4)}[what]
     q = torch.randn(1, 1, 4, 2, requires_grad=True)
     with sdpa_backend("tiled"):
         y = F.attention(q, q, q, **{what: value})
@@ -508,6 +527,7 @@ def chosen(T=6, **options):
     return F.attention(q, q, q, **options).node.name
 
 
+@pytest.mark.host("the sizes are those of the CPU")
 def test_the_size_decides(monkeypatch):
     monkeypatch.setattr(sdpa, "DENSE_SCORES", 64)
     monkeypatch.setattr(sdpa, "DENSE_SCORES_OF_A_BAND", 16)
@@ -519,6 +539,13 @@ def test_the_size_decides(monkeypatch):
     q = torch.randn(1, 1, 9, 4, requires_grad=True)
     assert F.scaled_dot_product_attention(q, q, q).node.name == "TiledAttention"
     assert "TiledAttention" in ops_of(nn.MultiHeadAttention(4, 2)(torch.randn(1, 9, 4)))
+
+
+def test_the_limits_of_dense_are_those_of_the_device_and_of_the_work_that_tiles_save():
+    causal, window, radius = Band(0, None, 0), Band(0, 3, 0), Band(0, 2, 2)
+    assert all(sdpa._dense_scores(who, 0.0, on_gpu=False) == sdpa.DENSE_SCORES_OF_A_BAND for who in (causal, window, radius))
+    assert sdpa._dense_scores(Band(5), 0.0, on_gpu=False) == sdpa._dense_scores(causal, 0.1, on_gpu=False) == sdpa.DENSE_SCORES
+    assert all(sdpa._dense_scores(who, p, on_gpu=True) == sdpa.DENSE_SCORES_ON_GPU for who in (Band(), causal) for p in (0.0, 0.1))
 
 
 def test_scores_that_are_asked_for_stay_dense():
@@ -593,8 +620,8 @@ def test_wrong_calls(call, error, words):
 
 @pytest.mark.host("the kernels here are emulated")
 @pytest.mark.parametrize("options, words", [
-    ({"bias": torch.zeros(6, 6)}, "bias"), ({"allowed": torch.ones(6, 6, dtype=torch.bool)}, "boolean mask"), ({"dropout_p": 0.5}, "dropout"),
-    ({"mask_mod": masks.causal_mod}, "mask_mod")])
+    ({"bias": torch.zeros(6, 6)}, "bias"), ({"allowed": torch.ones(6, 6, dtype=torch.bool)}, "boolean mask"),
+    ({"dropout_p": 0.5}, "dropout"), ({"mask_mod": masks.causal_mod}, "mask_mod")])
 def test_what_a_kernel_cannot_serve_is_refused_when_it_was_forced(options, words):
     with sdpa_backend("emulator"), pytest.raises(RuntimeError, match=rf"sdpa_backend\('emulator'\).*because.*{words}.*'tiled'"):
         F.attention(Q, Q, Q, **options)

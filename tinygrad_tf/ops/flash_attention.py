@@ -186,8 +186,8 @@ class _Tiles:
             found = self.plan.mod(rows, keys)
         code = zlib.crc32(np.packbits(to_device(found, CPU)).tobytes())
         if self.mod_codes.setdefault((rows.start, keys.start), code) != code:
-            raise RuntimeError(f"TiledAttention: in backward, mask_mod allows other keys of queries {rows.start} to {rows.stop - 1} than in "
-                               f"forward; it is asked again, so what it reads must not be written to in between")
+            raise RuntimeError(f"TiledAttention: in backward, mask_mod allows other keys of queries {rows.start} to {rows.stop - 1} than "
+                               f"in forward; it is asked again, so what it reads must not be written to in between")
         return found
 
     def scores(self, rows, keys):

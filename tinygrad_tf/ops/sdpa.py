@@ -20,7 +20,7 @@ import numpy as np
 from ..autograd import constant
 from ..backend import array_module, at_least_float32, check_one_device
 from ..philox import draw_key
-from .attention import (Attention, _bias, _check, _check_value, _score_shape, _shape, checked_scale, group, group_mask, shared_heads)
+from .attention import Attention, _bias, _check, _check_value, _score_shape, _shape, checked_scale, group, group_mask, shared_heads
 from .dropout import draw_keep
 from .flash_attention import Band, Plan, TiledAttention
 from .index import where

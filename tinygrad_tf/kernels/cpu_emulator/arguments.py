@@ -49,7 +49,8 @@ class Parameter(ctypes.Structure):
 
     def words(self):
         kind, size = self.kind.decode(), self.element_bytes if self.pointer else self.bytes
-        names = {"f": {2: "half", 4: "float", 8: "double"}, "b": {2: "bfloat16"}, "i": {1: "char or bool", 2: "short", 4: "int", 8: "long long"}}
+        names = {"f": {2: "half", 4: "float", 8: "double"}, "b": {2: "bfloat16"},
+                 "i": {1: "char or bool", 2: "short", 4: "int", 8: "long long"}}
         name = names.get(kind, {}).get(size) or ("void" if kind == "?" else f"struct of {size} bytes")
         return ("const " if self.constant else "") + name + ("*" if self.pointer else "")
 
@@ -71,19 +72,23 @@ def fits(dtype, parameter):
     return dtype.itemsize == size and (kind in (wanted, "u") or (wanted == "i" and parameter.pointer and size == 2 and kind in "fb"))
 
 
+HINTS = {"int": "np.int32(n)", "float": "np.float32(x)", "long long": "np.int64(n)", "double": "np.float64(x)"}
+
+
 def scalar(value, parameter, name):
     """The bytes of a scalar or a struct that is passed by value, as CuPy would send it: a Python int in 8 bytes, a float as a double."""
     sent = np.asarray(value) if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)) else None
     if sent is None or sent.size != 1 or sent.dtype == object:
         raise ArgumentError(f"{name} is {parameter.words()}: pass a NumPy scalar, not {described(value)}")
     if isinstance(value, np.ndarray) and parameter.kind != b"V":
-        raise ArgumentError(f"{name} is {parameter.words()}: pass a NumPy scalar, not {described(value)}, which CuPy would pass as a pointer")
+        raise ArgumentError(f"{name} is {parameter.words()}: pass a NumPy scalar, not {described(value)}, which CuPy would "
+                            f"pass as a pointer")
     if fits(sent.dtype, parameter) and (parameter.kind != b"f" or sent.dtype.kind == "f"):
         return sent
-    hint = {"int": "np.int32(n)", "float": "np.float32(x)", "long long": "np.int64(n)", "double": "np.float64(x)"}.get(parameter.words(), "a NumPy scalar of that type")
+    hint = HINTS.get(parameter.words(), "a NumPy scalar of that type")
     if isinstance(value, (bool, int, float)):
-        raise ArgumentError(f"{name} is {parameter.words()}, but a Python {type(value).__name__} is sent as {sent.dtype} ({sent.nbytes} bytes) by "
-                            f"CuPy, and the kernel would read garbage: pass {hint}")
+        raise ArgumentError(f"{name} is {parameter.words()}, but a Python {type(value).__name__} is sent as {sent.dtype} ({sent.nbytes} "
+                            f"bytes) by CuPy, and the kernel would read garbage: pass {hint}")
     raise ArgumentError(f"{name} is {parameter.words()}, got {described(value)}: pass {hint}")
 
 
@@ -99,7 +104,8 @@ def check_array(array, parameter, name):
     if array.dtype.hasobject or not fits(array.dtype, parameter):
         raise ArgumentError(f"{name} is {parameter.words()}, got {described(array)}")
     if not parameter.constant and not array.flags.writeable:
-        raise ArgumentError(f"{name} is {parameter.words()}, which may be written to, but the array is read-only: pass a copy, or declare the parameter const")
+        raise ArgumentError(f"{name} is {parameter.words()}, which may be written to, but the array is read-only: pass a copy, or "
+                            f"declare the parameter const")
 
 
 # ---- copies between fences -----------------------------------------------------------------------------------------------------------
@@ -158,8 +164,8 @@ class Piece:
     def description(self):
         _, first, _ = self.views[0]
         names = list(dict.fromkeys(name for name, _, _ in self.views))
-        return Array(self.raw.ctypes.data + self.start, self.high - self.low, self.pointer(first), " or ".join(names).encode(), self.gaps(), first.itemsize,
-                     any(writable for _, _, writable in self.views))
+        return Array(self.raw.ctypes.data + self.start, self.high - self.low, self.pointer(first), " or ".join(names).encode(), self.gaps(),
+                     first.itemsize, any(writable for _, _, writable in self.views))
 
     def copy_back(self):
         for _, array, writable in self.views:

@@ -20,8 +20,8 @@ FLAGS = ["-std=gnu++17", "-fPIC", "-w", "-ffp-contract=off", "-fno-threadsafe-st
          "-fno-tree-vectorize", "-fno-tree-loop-distribute-patterns", "-fno-store-merging", f"-I{HERE}"]
 CHECKS = ["-fsanitize=thread,bounds,signed-integer-overflow,integer-divide-by-zero", "--param=tsan-instrument-func-entry-exit=0",
           "-U_FORTIFY_SOURCE"]
-FOR_THE_GPU_ONLY = re.compile(r"-{1,2}(use_fast_math|lineinfo|generate-line-info|fmad|ftz|prec-div|prec-sqrt|maxrregcount|arch|gpu-architecture|"
-                              r"gpu-code|ptxas-options|Xptxas|default-device|device-as-default-execution-space|extra-device-vectorization)\b")
+FOR_THE_GPU_ONLY = re.compile(r"-{1,2}(use_fast_math|lineinfo|generate-line-info|fmad|ftz|prec-div|prec-sqrt|maxrregcount|arch|"
+                              r"gpu-architecture|gpu-code|ptxas-options|Xptxas|default-device|device-as-default-execution-space|extra-device-vectorization)\b")
 DAYS_KEPT = 30
 
 
@@ -133,7 +133,8 @@ def compile_module(code, options, check, name):
         raise CompileError(reason)
     flags = _flags(options)
     own = [(HERE / file).read_text(encoding="utf-8") for file in sorted(p.name for p in HERE.glob("*.[hc]*") if p.suffix in (".h", ".cpp"))]
-    key = _key(_included(code, flags, name), flags, check, name, FLAGS, CHECKS, own, Path(__file__).read_text(encoding="utf-8"), _compiler(), os.uname().machine)
+    key = _key(_included(code, flags, name), flags, check, name, FLAGS, CHECKS, own, Path(__file__).read_text(encoding="utf-8"),
+               _compiler(), os.uname().machine)
     return _kept(key, lambda folder: _make_module(folder, code, flags, check, name, own))
 
 
@@ -143,7 +144,12 @@ def _included(code, flags, name):
         return code
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.cu").write_text(plain_shared(code), encoding="utf-8")
-        return code, _run(["-E", "-P", "-x", "c++", "-DCPU_FINDING_KERNELS", "-DCUDA_ON_CPU=1", *FLAGS, *flags, "kernel.cu"], folder, code, name)
+        return code, _preprocessed(flags, folder, code, name)
+
+
+def _preprocessed(flags, folder, code, name):
+    """kernel.cu of a folder after the preprocessor, which leaves __global__ and __launch_bounds__ in their places."""
+    return _run(["-E", "-P", "-x", "c++", "-DCPU_FINDING_KERNELS", "-DCUDA_ON_CPU=1", *FLAGS, *flags, "kernel.cu"], folder, code, name)
 
 
 def _flags(options):
@@ -158,7 +164,7 @@ def _flags(options):
             flags.append(_absolute(option).replace("--std=", "-std=").replace("-std=c++", "-std=gnu++"))
         elif not FOR_THE_GPU_ONLY.match(option):
             raise CompileError(f"option {option!r} is not known: -D, -I, -U, -std=, -G, and those for the GPU alone, which are passed over")
-    return [*flags, *(["-O0", "-g3"] if debug else ["-O2", "-g"])]
+    return [*flags, *(["-O0", "-g3", "-gdwarf-4"] if debug else ["-O2", "-g", "-gdwarf-4"])]
 
 
 def _absolute(option):
@@ -169,7 +175,7 @@ def _absolute(option):
 def _make_module(folder, code, flags, check, name, own):
     source = plain_shared(code)
     (folder / "kernel.cu").write_text(source, encoding="utf-8")
-    kernels = find_kernels(_run(["-E", "-P", "-x", "c++", "-DCPU_FINDING_KERNELS", "-DCUDA_ON_CPU=1", *FLAGS, *flags, "kernel.cu"], folder, code, name))
+    kernels = find_kernels(_preprocessed(flags, folder, code, name))
     if not kernels:
         raise CompileError(f'{name}: no kernel in it. A kernel is a function that is declared extern "C" __global__ void name(...)')
     (folder / "kernel.cpp").write_text(_with_entries(source, kernels, name), encoding="utf-8")
@@ -178,12 +184,14 @@ def _make_module(folder, code, flags, check, name, own):
     objects = [str(runtime / Path(file).with_suffix(".o")) for file in RUNTIME]
     _run(["-shared", "-Wl,-Bsymbolic", "-o", "kernel.so", "kernel.o", *objects, "-lrt"], folder, code, name)
     (folder / "kernel.o").unlink()
-    (folder / "kernel.json").write_text(json.dumps({"kernels": kernels, "variables": _shared_variables(folder / "kernel.so")}), encoding="utf-8")
+    about = {"kernels": kernels, "variables": _shared_variables(folder / "kernel.so")}
+    (folder / "kernel.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def _make_runtime(folder):
     for file in RUNTIME:
-        _run([*FLAGS, "-O2", "-g", "-U_FORTIFY_SOURCE", "-c", str(HERE / file), "-o", str(folder / Path(file).with_suffix(".o"))], folder, "", file)
+        made = folder / Path(file).with_suffix(".o")
+        _run([*FLAGS, "-O2", "-g", "-U_FORTIFY_SOURCE", "-c", str(HERE / file), "-o", str(made)], folder, "", file)
 
 
 def _run(arguments, folder, code, name):
@@ -232,7 +240,8 @@ def parameter_names(text):
 
 def plain_shared(code):
     """`extern __shared__ float s[];` declares dynamic shared memory, and has no equal in C++: it becomes DYNAMIC_SHARED(float, s);"""
-    return re.sub(r"extern\s+__shared__\s+((?:__align__|alignas)\s*\(\s*\d+\s*\)\s*)?([\w:]+(?:\s+\w+)*?)\s+(\w+)\s*\[\s*\]\s*;", r"DYNAMIC_SHARED(\2, \3);", code)
+    return re.sub(r"extern\s+__shared__\s+((?:__align__|alignas)\s*\(\s*\d+\s*\)\s*)?([\w:]+(?:\s+\w+)*?)\s+(\w+)\s*\[\s*\]\s*;",
+                  r"DYNAMIC_SHARED(\2, \3);", code)
 
 
 def _with_entries(code, kernels, name):

@@ -21,7 +21,7 @@
 #define __constant__ static const
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 // One variable per block: all fibers of a block run in one thread of the operating system, one block after the other. The
 // compiler lays all thread-local variables side by side, where the checker finds them, 128 bytes apart at least.
 #define __shared__ static thread_local __attribute__((aligned(128)))

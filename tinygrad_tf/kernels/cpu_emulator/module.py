@@ -28,7 +28,7 @@ class LaunchError(KernelError, ValueError):
 
 @contextlib.contextmanager
 def schedule(seed):
-    """Within it kernels run in another order. 0: blocks and threads in order; 1: backwards; others: shuffled, always the same for a seed."""
+    """Within it kernels run in another order. 0: blocks and threads in order; 1: backwards; others: shuffled, the same for a seed."""
     token = _seed.set(seed)
     try:
         yield
@@ -63,7 +63,8 @@ class Library:
         for function in ("emulator_report", "emulator_printed", "emulator_traffic"):
             getattr(self.dll, function).restype = ctypes.c_char_p
         self.kernels, self.places, self.name = about["kernels"], Places(folder / "kernel.so", name, code), name
-        self.variables = (Variable * max(len(about["variables"]), 1))(*(Variable(at, size, var.rpartition("::")[2].encode()) for var, at, size in about["variables"]))
+        variables = [Variable(at, size, var.rpartition("::")[2].encode()) for var, at, size in about["variables"]]
+        self.variables = (Variable * max(len(variables), 1))(*variables)
         self.variable_count, self._sizes = len(about["variables"]), [(var, size) for var, _, size in about["variables"]]
 
     def static_shared_bytes(self, kernel):
@@ -86,7 +87,7 @@ class RawModule:
 
     def compile(self):
         """Compiles now, not when the first kernel is asked for."""
-        self.library
+        return self.library
 
     def get_function(self, name):
         return RawKernel(self, name)
@@ -105,15 +106,16 @@ class RawKernel:
         if name not in library.kernels:
             raise KernelError(f"{library.name} has no kernel {name!r}, but: {', '.join(library.kernels)}")
         if not hasattr(library.dll, name):
-            raise KernelError(f'{library.name}: declare {name} extern "C": without it the compiler gives it a name under which CuPy does not find it')
+            raise KernelError(f'{library.name}: declare {name} extern "C": without it the compiler gives it a name under which CuPy does '
+                              f'not find it')
         self._entry = Entry.in_dll(library.dll, f"emulator_entry_{name}")
         self._parameters = self._entry.parameters[:self._entry.count]
         names = library.kernels[name]["parameters"]
         self._names = names if len(names) == len(self._parameters) else [f"argument {i}" for i in range(len(self._parameters))]
         self._shared_limit, self._static_bytes = SHARED_BY_DEFAULT, library.static_shared_bytes(name)
         if self._static_bytes > SHARED_BY_DEFAULT:
-            raise LaunchError(f"{name}: its __shared__ variables have {self._static_bytes} bytes; at most {SHARED_BY_DEFAULT} can be declared. More must be "
-                              f"dynamic: extern __shared__ float s[]; and shared_mem at the launch")
+            raise LaunchError(f"{name}: its __shared__ variables have {self._static_bytes} bytes; at most {SHARED_BY_DEFAULT} can be "
+                              f"declared. More must be dynamic: extern __shared__ float s[]; and shared_mem at the launch")
         self.seed, self.time_limit, self.count_traffic, self.traffic = None, 60.0, False, []
 
     @property
@@ -131,7 +133,8 @@ class RawKernel:
         grid, block = dimensions(grid, "grid"), dimensions(block, "block")
         self._check_launch(grid, block, shared_mem)
         if not isinstance(args, (tuple, list)):
-            raise ArgumentError(f"{self.name}: the arguments must be a tuple, not {type(args).__name__}: kernel(grid, block, (x, y, np.int32(n)))")
+            raise ArgumentError(f"{self.name}: the arguments must be a tuple, not {type(args).__name__}: "
+                                f"kernel(grid, block, (x, y, np.int32(n)))")
         bound = Bound(self.name, self._parameters, self._names, args)
         with _one_at_a_time:
             faults = self._run(grid, block, bound, shared_mem)
@@ -146,20 +149,25 @@ class RawKernel:
         if not all(0 < n <= most for n, most in zip(grid, GRID_AT_MOST)):
             raise LaunchError(f"{self.name}: a grid of {grid} blocks: each of them 1 to {GRID_AT_MOST}")
         if grid[0] * grid[1] * grid[2] > BLOCKS_AT_MOST:
-            raise LaunchError(f"{self.name}: a grid of {grid} is {grid[0] * grid[1] * grid[2]} blocks; the emulator runs at most {BLOCKS_AT_MOST}")
+            raise LaunchError(f"{self.name}: a grid of {grid} is {grid[0] * grid[1] * grid[2]} blocks; the emulator runs at "
+                              f"most {BLOCKS_AT_MOST}")
         if not all(0 < n <= most for n, most in zip(block, BLOCK_AT_MOST)) or threads > 1024:
             raise LaunchError(f"{self.name}: a block of {block} = {threads} threads: each of them 1 to {BLOCK_AT_MOST}, 1024 in all")
         if self._entry.max_threads and threads > self._entry.max_threads:
             raise LaunchError(f"{self.name}: {threads} threads, but __launch_bounds__ promised at most {self._entry.max_threads}")
-        allowed = min(self._shared_limit, SHARED_BY_DEFAULT - self._static_bytes) if self._shared_limit <= SHARED_BY_DEFAULT else self._shared_limit
+        allowed = self._shared_limit
+        if allowed <= SHARED_BY_DEFAULT:
+            allowed = min(allowed, SHARED_BY_DEFAULT - self._static_bytes)
         if not 0 <= shared_mem <= allowed:
-            raise LaunchError(f"{self.name}: shared_mem={shared_mem}, allowed are {allowed} bytes. More than {SHARED_BY_DEFAULT} must be asked "
-                              f"for first: kernel.max_dynamic_shared_size_bytes = {shared_mem} (at most {SHARED_AT_MOST}, on many GPUs less)")
+            raise LaunchError(f"{self.name}: shared_mem={shared_mem}, allowed are {allowed} bytes. More than {SHARED_BY_DEFAULT} must be "
+                              f"asked for first: kernel.max_dynamic_shared_size_bytes = {shared_mem} (at most {SHARED_AT_MOST}, on many "
+                              f"GPUs less)")
 
     def _run(self, grid, block, bound, shared_mem):
         library, seed = self._library, _seed.get() if self.seed is None else self.seed
-        launch = Launch(self._entry.body, self._entry.kernel, ctypes.cast(bound.addresses, ctypes.POINTER(ctypes.c_void_p)), grid, block, shared_mem,
-                        seed & 0xFFFFFFFF, self._module.check, self.count_traffic, self.time_limit, len(bound.pieces), library.variable_count,
+        arguments = ctypes.cast(bound.addresses, ctypes.POINTER(ctypes.c_void_p))
+        launch = Launch(self._entry.body, self._entry.kernel, arguments, grid, block, shared_mem, seed & 0xFFFFFFFF, self._module.check,
+                        self.count_traffic, self.time_limit, len(bound.pieces), library.variable_count,
                         bound.arrays, library.variables)
         found = library.dll.emulator_launch(ctypes.byref(launch))
         if found < 0:

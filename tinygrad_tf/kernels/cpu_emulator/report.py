@@ -16,8 +16,8 @@ class KernelError(RuntimeError):
 class Fault:
     """One kind of fault at one line (0: not known), as block and thread first met it.
 
-    kind: "race between blocks", "race between warps", "race in a warp", "divergent barrier", "deadlock", "absent lane", "mask", "out of bounds", "misaligned", "read-only",
-    "uninitialised", "copy", "arithmetic", "stack overflow", "time limit", "stopped", "memory"
+    kind: "race between blocks", "race between warps", "race in a warp", "divergent barrier", "deadlock", "absent lane", "mask",
+    "out of bounds", "misaligned", "read-only", "uninitialised", "copy", "arithmetic", "stack overflow", "time limit", "stopped", "memory"
     """
     kind: str
     line: int
@@ -33,7 +33,7 @@ class Fault:
         return self.kind.partition(" ")[0], *sorted((self.line, self.other_line))
 
     def __str__(self):
-        who = f"block {','.join(map(str, self.block))}, thread {self.thread}" if self.thread >= 0 else f"block {','.join(map(str, self.block))}"
+        who = f"block {','.join(map(str, self.block))}" + (f", thread {self.thread}" if self.thread >= 0 else "")
         often = f"; {self.times} times in all" if self.times > 1 else ""
         shown = f"\n    {self.line:4d} | {self.source}" if self.line else ""
         return f"{self.message}  [{who}{often}]{shown}"
