@@ -77,7 +77,7 @@ print("3. Without the first __syncthreads, and without checks:")
 for seed, count in wrong.items():
     print(f"   order {seed}: {count} of {rows} rows are wrong")
 assert any(wrong.values())
-for seed in orders:                                                         # with checks it is found in each order, also where it did no harm
+for seed in orders:                                                         # with checks: in each order, also where it does no harm
     try:
         run(broken, seed)
         raise SystemExit("the race was not found")

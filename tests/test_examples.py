@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tinygrad_tf.kernels import cpu_emulator
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 HAS_DIGITS = importlib.util.find_spec("sklearn") is not None
@@ -35,10 +37,14 @@ LINES = {
     "11_flash_attention": ["[2.0, 5.0]       5    0.135             1.203                44.383",
                            "out = acc / l = 40.038        lse = m + ln l = 5.456", "4  5  6  ·", "5 × 3             10",
                            "512     262,144     262,144    60,992", "memory.png"],
+    "12_cuda_kernel_on_cpu": ["equal bit for bit in 3 of 3 orders", "put __syncthreads() between", "but `x` ends at [299]",
+                              "at different barriers", "nobody has set in this block", "32× with rows of 32, 1× with rows of 33",
+                              "banks.png"] if cpu_emulator.refusal() is None else ["The CPU emulator of CUDA kernels"],
     "13_device": ["cpu      loss", "ms a step", "loaded on the CPU"],
 }
 pytestmark = pytest.mark.host("processes of their own, on the CPU; on a device: test_device.py")
-WRITING = [path for path in EXAMPLES if '"--out"' in path.read_text(encoding="utf-8") and (HAS_DIGITS or "digits" not in path.stem)]
+WRITING = [path for path in EXAMPLES if '"--out"' in path.read_text(encoding="utf-8") and (HAS_DIGITS or "digits" not in path.stem)
+           and (cpu_emulator.refusal() is None or "cuda" not in path.stem)]
 
 
 def run(example, folder, *arguments):
@@ -74,6 +80,15 @@ def test_without_scikit_learn_the_digits_say_what_to_install(tmp_path):
         done = subprocess.run([sys.executable, str(ROOT / "examples" / "07_digits_encoder.py"), *arguments], cwd=tmp_path, env=environment,
                               capture_output=True, text=True, encoding="utf-8", timeout=60)
         assert (done.returncode, done.stderr) == (status, "") and "pip install 'tinygrad_tf[examples]'" in done.stdout
+
+
+def test_without_a_compiler_the_emulator_says_what_to_install(tmp_path):
+    """Status 0: no folder of PATH has a g++."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tmp_path), "CXX": ""}
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / "12_cuda_kernel_on_cpu.py")], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "The CPU emulator of CUDA kernels" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_example_is_in_the_table_and_numbered_in_reading_order():

@@ -79,7 +79,6 @@ def test_operations_launch_less_and_give_the_same(name, monkeypatch):
     (got, fewer), (want, more) = both_ways(lambda: forward_and_backward(function, *shapes), monkeypatch)
     for g, w in zip(got, want):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
-    print(name, fewer, more)
     assert sum(fewer) < sum(more) and fewer[0] <= most[0] and fewer[1] <= most[1]
 
 

@@ -177,7 +177,8 @@ def _assign(x, index, value):
         x[index] = value
     except ValueError:
         shape = getattr(value, "shape", ())
-        raise RuntimeError(f"setitem: a value of shape {shape} does not broadcast to x[index] of shape {x[index].shape} (x: {x.shape})") from None
+        raise RuntimeError(f"setitem: a value of shape {shape} does not broadcast to x[index] of shape "
+                           f"{x[index].shape} (x: {x.shape})") from None
     except IndexError as error:
         raise IndexError(f"setitem: {error} (tensor of shape {x.shape})") from None
 

@@ -92,7 +92,10 @@ static Region* nearest_region(uintptr_t a) {
 }
 
 // ---- words ------------------------------------------------------------------------------------------------------------------------
-static const char* verb(Kind kind) { return kind == LOAD ? "load" : kind == STORE ? "store" : kind == ATOMIC ? "atomic operation" : "copy in the background"; }
+static const char* verb(Kind kind) {
+    static const char* const verbs[] = {"load", "store", "atomic operation", "copy in the background", "copy in the background"};
+    return verbs[kind];
+}
 static std::string name_of(const Region& r, uintptr_t a) {
     const long long offset = (long long)a - (long long)r.origin;
     if (r.type == Region::GLOBAL) return std::string("`") + r.name + "[" + std::to_string(offset / (int)r.element_bytes) + "]`";
@@ -155,7 +158,8 @@ static bool unset(const Region& r, const Cell& cell, uintptr_t at, unsigned byte
 static void check_cell(Region& r, Cell& cell, uintptr_t at, unsigned bytes, Kind kind, Place place) {
     const Access mine{epoch, me->step(), uint32_t(place), uint16_t(me->number), kind};
     const Access& stored = cell.stored;
-    if (stored.kind == COPY && !forgotten(r, stored) && place != stored.place && kind != COPY)
+    const bool filling = stored.kind == COPY && !forgotten(r, stored);
+    if (filling && kind != COPY && kind != LANDED)
         complain("copy", place, stored.place, "%s of %s, which the copy started by thread %d at {there} still fills: the copy must be committed and waited for "
                  "(copy_wait), and a barrier must follow", verb(kind), name_of(r, at).c_str(), stored.thread);
     else if (unordered(r, stored, kind)) report_race(r, at, kind, stored, place);
@@ -250,7 +254,7 @@ void check(const void* p, unsigned bytes, Kind kind, Place place, bool aligned) 
         complain("read-only", place, 0, "%s to %s, which was passed for a pointer to const", verb(kind), name_of(*r, a).c_str());
         abandon();
     }
-    if (launch->counting) count(*r, a, bytes, kind, place);
+    if (launch->counting && kind != COPY && kind != LANDED) count(*r, a, bytes, kind, place);
     if (!r->cells) r->allocate();
     if (bytes < r->cell_bytes) r->split(bytes);
     if (!r->cells) { complain("memory", place, 0, "not enough memory to check accesses to this array: run it with check=False"); abandon(); }
@@ -272,53 +276,6 @@ void checker_end() {
         snprintf(line, sizeof line, "%lld\t%d\t%d\t%u\t%ld\t%ld\t%ld\n", (long long)place, t.global, t.store, t.bytes, t.requests, t.passes, t.ideal);
         traffic_text += line;
     }
-}
-
-// ---- instructions that reach memory by themselves ---------------------------------------------------------------------------------------------
-#define HERE place_of((uintptr_t)__builtin_extract_return_addr(__builtin_return_address(0)))
-
-void check_atomic(const void* p, unsigned bytes) { check(p, bytes, ATOMIC, HERE); }
-
-void exchange(int, const char*, unsigned, const void*, unsigned, bool, bool);
-const void* mail_from(int lane);
-void load_matrices(int line, unsigned* r, const void* row, bool transposed) {
-    const Place place = HERE;
-    exchange(line, transposed ? "ldmatrix_trans" : "ldmatrix", 0xffffffffu, &row, sizeof row, false, true);
-    check(row, 16, LOAD, place);                // each lane answers for the row whose address it gave
-    const int g = me->lane() / 4, t = me->lane() % 4;
-    for (int m = 0; m < 4; ++m) {
-        r[m] = 0;
-        for (int upper = 0; upper < 2; ++upper) {
-            const int i = transposed ? 2 * t + upper : g, j = transposed ? g : 2 * t + upper;
-            const unsigned char* from;
-            memcpy(&from, mail_from(8 * m + i), sizeof from);
-            uint16_t x;
-            memcpy(&x, from + 2 * j, 2);
-            r[m] |= uint32_t(x) << 16 * upper;
-        }
-    }
-}
-// The worst that the hardware may do: from the start on the old contents are gone, and the new ones come only with the wait.
-void start_copy(void* to, const void* from, bool there) {
-    const Place place = HERE;
-    if (there) check(from, 16, LOAD, place);
-    check(to, 16, STORE, place);
-    check(to, 16, COPY, place);
-    for (int i = 0; i < 16; i += 2) memcpy((char*)to + i, POISON, 2);
-    me->copies.back().push_back({(unsigned char*)to, (const unsigned char*)from, there, place});
-}
-void commit_copies() { Busy busy; me->copies.emplace_back(); }
-void wait_for_copies(int pending) {
-    const unsigned counting = launch->counting;
-    launch->counting = 0;
-    while (int(me->copies.size()) - 1 > pending) {
-        for (const Copy& c : me->copies.front()) {
-            check(c.to, 16, STORE, c.place);
-            if (c.there) memcpy(c.to, c.from, 16); else memset(c.to, 0, 16);
-        }
-        me->copies.erase(me->copies.begin());
-    }
-    launch->counting = counting;
 }
 
 // ---- what the compiler's array bounds and integer arithmetic checks call: they give the line themselves ------------------------------------------

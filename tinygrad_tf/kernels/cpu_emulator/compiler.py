@@ -14,7 +14,7 @@ from pathlib import Path
 from .report import KernelError
 
 HERE = Path(__file__).parent
-RUNTIME = ("scheduler.cpp", "checker.cpp")
+RUNTIME = ("scheduler.cpp", "checker.cpp", "instructions.cpp")
 # Without what would merge or replace accesses, so that the checker sees those of the source; no fused multiply-add
 FLAGS = ["-std=gnu++17", "-fPIC", "-w", "-ffp-contract=off", "-fno-threadsafe-statics", "-fno-gnu-unique", "-fno-strict-aliasing",
          "-fno-tree-vectorize", "-fno-tree-loop-distribute-patterns", "-fno-store-merging", f"-I{HERE}"]
@@ -133,7 +133,7 @@ def compile_module(code, options, check, name):
         raise CompileError(reason)
     flags = _flags(options)
     own = [(HERE / file).read_text(encoding="utf-8") for file in sorted(p.name for p in HERE.glob("*.[hc]*") if p.suffix in (".h", ".cpp"))]
-    key = _key(_included(code, flags, name), flags, check, name, FLAGS, CHECKS, own, Path(__file__).read_text(encoding="utf-8"),
+    key = _key(_included(code, flags, name), flags, check, name, FLAGS, CHECKS, RUNTIME, own, Path(__file__).read_text(encoding="utf-8"),
                _compiler(), os.uname().machine)
     return _kept(key, lambda folder: _make_module(folder, code, flags, check, name, own))
 
@@ -180,7 +180,7 @@ def _make_module(folder, code, flags, check, name, own):
         raise CompileError(f'{name}: no kernel in it. A kernel is a function that is declared extern "C" __global__ void name(...)')
     (folder / "kernel.cpp").write_text(_with_entries(source, kernels, name), encoding="utf-8")
     _run([*FLAGS, *flags, *(CHECKS if check else []), "-c", "kernel.cpp", "-o", "kernel.o"], folder, code, name)
-    runtime = _kept("runtime-" + _key(own, FLAGS, _compiler(), os.uname().machine), _make_runtime)
+    runtime = _kept("runtime-" + _key(own, RUNTIME, FLAGS, _compiler(), os.uname().machine), _make_runtime)
     objects = [str(runtime / Path(file).with_suffix(".o")) for file in RUNTIME]
     _run(["-shared", "-Wl,-Bsymbolic", "-o", "kernel.so", "kernel.o", *objects, "-lrt"], folder, code, name)
     (folder / "kernel.o").unlink()

@@ -44,10 +44,6 @@ const void* mail_from(int lane);                // what that lane brought to the
 void take_mail(int lane, void* to, unsigned bytes);
 unsigned who_came();                            // the lanes that were there
 void check_atomic(const void* p, unsigned bytes);
-void load_matrices(int line, unsigned* r, const void* row, bool transposed);
-void start_copy(void* to, const void* from, bool there);
-void commit_copies();
-void wait_for_copies(int pending);
 void print(const char* format, ...);
 [[noreturn]] void failed(int line, const char* what);
 

@@ -4,7 +4,6 @@ import contextvars
 import ctypes
 import functools
 import json
-import re
 import sys
 import threading
 from dataclasses import dataclass
@@ -63,13 +62,17 @@ class Library:
         for function in ("emulator_report", "emulator_printed", "emulator_traffic"):
             getattr(self.dll, function).restype = ctypes.c_char_p
         self.kernels, self.places, self.name = about["kernels"], Places(folder / "kernel.so", name, code), name
-        variables = [Variable(at, size, var.rpartition("::")[2].encode()) for var, at, size in about["variables"]]
-        self.variables = (Variable * max(len(variables), 1))(*variables)
-        self.variable_count, self._sizes = len(about["variables"]), [(var, size) for var, _, size in about["variables"]]
+        self._variables = [(*variable.rpartition("::")[::2], at, size) for variable, at, size in about["variables"]]
 
     def static_shared_bytes(self, kernel):
         """Of the __shared__ variables that a kernel declares itself."""
-        return sum(size for variable, size in self._sizes if re.match(rf"{kernel}(\(.*\))?::", variable))
+        return sum(size for owner, _, _, size in self._variables if owner.partition("(")[0] == kernel)
+
+    def variables(self, kernel):
+        """The __shared__ variables that a kernel may touch: its own and those of functions. Other kernels' are out of bounds for it."""
+        others = self.kernels.keys() - {kernel}
+        found = [Variable(at, size, name.encode()) for owner, name, at, size in self._variables if owner.partition("(")[0] not in others]
+        return (Variable * len(found))(*found)
 
 
 class RawModule:
@@ -113,6 +116,7 @@ class RawKernel:
         names = library.kernels[name]["parameters"]
         self._names = names if len(names) == len(self._parameters) else [f"argument {i}" for i in range(len(self._parameters))]
         self._shared_limit, self._static_bytes = SHARED_BY_DEFAULT, library.static_shared_bytes(name)
+        self._variables = library.variables(name)
         if self._static_bytes > SHARED_BY_DEFAULT:
             raise LaunchError(f"{name}: its __shared__ variables have {self._static_bytes} bytes; at most {SHARED_BY_DEFAULT} can be "
                               f"declared. More must be dynamic: extern __shared__ float s[]; and shared_mem at the launch")
@@ -167,8 +171,8 @@ class RawKernel:
         library, seed = self._library, _seed.get() if self.seed is None else self.seed
         arguments = ctypes.cast(bound.addresses, ctypes.POINTER(ctypes.c_void_p))
         launch = Launch(self._entry.body, self._entry.kernel, arguments, grid, block, shared_mem, seed & 0xFFFFFFFF, self._module.check,
-                        self.count_traffic, self.time_limit, len(bound.pieces), library.variable_count,
-                        bound.arrays, library.variables)
+                        self.count_traffic, self.time_limit, len(bound.pieces), len(self._variables),
+                        bound.arrays, self._variables)
         found = library.dll.emulator_launch(ctypes.byref(launch))
         if found < 0:
             raise MemoryError(f"{self.name}: no memory for the stacks of {block[0] * block[1] * block[2]} threads")

@@ -30,7 +30,8 @@ struct Launch {
 
 // ---- a CUDA thread --------------------------------------------------------------------------------------------------------
 struct Copy { unsigned char* to; const unsigned char* from; bool there; int64_t place; };
-struct Mail { unsigned lanes; unsigned char box[32][32]; };             // what each lane brought to a warp operation
+constexpr unsigned MAIL_BYTES = 48;
+struct Mail { unsigned lanes; unsigned char box[32][MAIL_BYTES]; };     // what each lane brought to a warp operation
 struct Fiber {
     enum State { READY, AT_BARRIER, AT_WARP_OPERATION, DONE } state;
     ucontext_t context;
@@ -41,7 +42,7 @@ struct Fiber {
     const char* operation;
     unsigned mask;
     bool orders, whole_warp;
-    unsigned char mail[32];
+    unsigned char mail[MAIL_BYTES];
     unsigned mail_bytes;
     std::shared_ptr<Mail> received;
     int vote;
@@ -78,11 +79,16 @@ constexpr unsigned char POISON[2] = {0xf5, 0x7f};                       // NaN i
 bool in_stack_of(const Fiber& fiber, uintptr_t address);
 
 // ---- the checker ----------------------------------------------------------------------------------------------------------
-enum Kind : uint8_t { LOAD, STORE, ATOMIC, COPY };                      // COPY: announced by cp.async, not there yet
+enum Kind : uint8_t { LOAD, STORE, ATOMIC, COPY, LANDED };              // COPY: cp.async has begun; LANDED: what it brings is there
 void checker_begin();
 void checker_end();
 void checker_end_block();
 inline Place place_of(uintptr_t return_address) { return return_address - (uintptr_t)module.from - 1; }     // the call itself
 void check(const void* p, unsigned bytes, Kind kind, Place place, bool aligned = true);
+#define HERE place_of((uintptr_t)__builtin_extract_return_addr(__builtin_return_address(0)))
+
+// ---- from the scheduler, for instructions.cpp; kernels have these from cuda_on_cpu.h --------------------------------------------
+void exchange(int line, const char* operation, unsigned mask, const void* mail, unsigned bytes, bool orders = false, bool whole_warp = false);
+const void* mail_from(int lane);
 
 }  // namespace cpu
