@@ -23,10 +23,10 @@ class ArgumentError(KernelError, TypeError):
 def uninitialised(shape, dtype=np.float32):
     """An array like `np.empty`, whose every element is recognised as "not set yet": a checked kernel that reads one is told so.
 
-    All bytes are f5 7f: NaN for floats, 2147450869 for int32. (An array of single bytes is recognised four bytes at a time.)
+    All bytes are f5 7f: NaN for floats, 2146795509 for int32. (An array of single bytes is recognised four bytes at a time.)
     """
     array = np.empty(shape, dtype)
-    array.view(np.uint8).reshape(-1)[:] = np.resize(POISON, array.nbytes) if array.ndim else POISON[np.arange(array.nbytes) % 2]
+    array.reshape(-1).view(np.uint8)[:] = np.resize(POISON, array.nbytes)
     return array
 
 
@@ -86,7 +86,7 @@ def scalar(value, parameter, name):
     if fits(sent.dtype, parameter) and (parameter.kind != b"f" or sent.dtype.kind == "f"):
         return sent
     hint = HINTS.get(parameter.words(), "a NumPy scalar of that type")
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (bool, int, float)) and not isinstance(value, np.generic):
         raise ArgumentError(f"{name} is {parameter.words()}, but a Python {type(value).__name__} is sent as {sent.dtype} ({sent.nbytes} "
                             f"bytes) by CuPy, and the kernel would read garbage: pass {hint}")
     raise ArgumentError(f"{name} is {parameter.words()}, got {described(value)}: pass {hint}")

@@ -15,9 +15,10 @@ from .report import KernelError
 
 HERE = Path(__file__).parent
 RUNTIME = ("scheduler.cpp", "checker.cpp", "instructions.cpp")
-# Without what would merge or replace accesses, so that the checker sees those of the source; no fused multiply-add
+# Without what would merge or replace accesses, or make one of two equal kernels: the checker is to see those of the source,
+# in their lines. And no fused multiply-add, which not every CPU has.
 FLAGS = ["-std=gnu++17", "-fPIC", "-w", "-ffp-contract=off", "-fno-threadsafe-statics", "-fno-gnu-unique", "-fno-strict-aliasing",
-         "-fno-tree-vectorize", "-fno-tree-loop-distribute-patterns", "-fno-store-merging", f"-I{HERE}"]
+         "-fno-tree-vectorize", "-fno-tree-loop-distribute-patterns", "-fno-store-merging", "-fno-ipa-icf", f"-I{HERE}"]
 CHECKS = ["-fsanitize=thread,bounds,signed-integer-overflow,integer-divide-by-zero", "--param=tsan-instrument-func-entry-exit=0",
           "-U_FORTIFY_SOURCE"]
 FOR_THE_GPU_ONLY = re.compile(r"-{1,2}(use_fast_math|lineinfo|generate-line-info|fmad|ftz|prec-div|prec-sqrt|maxrregcount|arch|"
@@ -178,8 +179,8 @@ def _make_module(folder, code, flags, check, name, own):
     kernels = find_kernels(_preprocessed(flags, folder, code, name))
     if not kernels:
         raise CompileError(f'{name}: no kernel in it. A kernel is a function that is declared extern "C" __global__ void name(...)')
-    (folder / "kernel.cpp").write_text(_with_entries(source, kernels, name), encoding="utf-8")
-    _run([*FLAGS, *flags, *(CHECKS if check else []), "-c", "kernel.cpp", "-o", "kernel.o"], folder, code, name)
+    (folder / "kernel.cpp").write_text(_with_entries(source, kernels, name, flags), encoding="utf-8")
+    _run([*FLAGS, *(flag for flag in flags if not flag.startswith("-D")), *(CHECKS if check else []), "-c", "kernel.cpp", "-o", "kernel.o"], folder, code, name)
     runtime = _kept("runtime-" + _key(own, RUNTIME, FLAGS, _compiler(), os.uname().machine), _make_runtime)
     objects = [str(runtime / Path(file).with_suffix(".o")) for file in RUNTIME]
     _run(["-shared", "-Wl,-Bsymbolic", "-o", "kernel.so", "kernel.o", *objects, "-lrt"], folder, code, name)
@@ -244,13 +245,22 @@ def plain_shared(code):
                   r"DYNAMIC_SHARED(\2, \3);", code)
 
 
-def _with_entries(code, kernels, name):
-    """The source between the emulator's language and, for each kernel, an entry that tells Python how to call it."""
-    ptx = '#include "ptx.h"\n' if "CUDA_ON_CPU" in code else ""
+def _with_entries(code, kernels, name, flags):
+    """The source between the emulator's language and, for each kernel, an entry that tells Python how to call it.
+
+    What -D defines comes behind the emulator's own headers, which are none of its business: but for BF16, which ptx.h asks for.
+    """
+    bf16, others = [], []
+    for flag in flags:
+        if flag.startswith("-D"):
+            macro, _, value = flag[2:].partition("=")
+            (bf16 if macro == "BF16" else others).append(f"#define {macro} {value if '=' in flag else 1}\n")
+    headers = ["cuda_on_cpu.h", *(header for header in ("cuda_fp16.h", "cuda_bf16.h") if header in code), *(["ptx.h"] if "CUDA_ON_CPU" in code else [])]
+    language = "".join([*bf16, *(f'#include "{header}"\n' for header in headers), *others])
     entries = "".join(f'extern "C" {{ extern const cpu::Entry emulator_entry_{kernel}; const cpu::Entry emulator_entry_{kernel} = '
                       f'cpu::entry({", ".join(filter(None, [kernel, about["bounds"]]))}); }}\n' for kernel, about in kernels.items())
     touch = 'extern "C" void* emulator_touch_static_shared() { __shared__ char first; return &first; }\n'
-    return f'#include "cuda_on_cpu.h"\n{ptx}#line 1 "{name}"\n{code}\n#line 1 "entries"\n{entries}{touch}'
+    return f'{language}#line 1 "{name}"\n{code}\n#line 1 "entries"\n{entries}{touch}'
 
 
 def _shared_variables(library):

@@ -308,7 +308,7 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
     else if (signal == SIGILL) complain("stopped", place, 0, "the kernel stopped itself");
     else if (at < stack && at >= stack - GUARD_BYTES)
         complain("stack overflow", place, 0, "the thread's local variables and calls need more than %zu KB of stack: an endless recursion, or too large arrays", STACK_BYTES >> 10);
-    else if (at && at < 65536) complain("out of bounds", place, 0, "an access through a null pointer (address %zu)", (size_t)at);
+    else if (at < 65536 && info->si_code != SI_KERNEL) complain("out of bounds", place, 0, "an access through a null pointer (address %zu)", (size_t)at);
     else complain("out of bounds", place, 0, "an access to memory that does not exist, or 16 bytes at an address that is no multiple of 16");
     abandon();
 }
