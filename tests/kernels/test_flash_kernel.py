@@ -349,3 +349,20 @@ def test_the_op_keeps_no_weights_and_frees_what_it_kept():
 def test_the_op_refuses_float64():
     with pytest.raises(TypeError, match="float64"):
         KernelAttention.apply(*(tensor(np.zeros((1, 1, 2, 16))),) * 3, None, FULL, 1.0)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, -0.0, 1e-3])
+def test_any_scale_with_something_hidden(scale):
+    """−∞ stands for a hidden score, and a scale of 0 or below it must not turn it into NaN or +∞."""
+    import tinygrad_tf as torch
+    from tinygrad_tf.nn import functional as F
+
+    def run(backend):
+        torch.manual_seed(0)
+        x = [torch.randn(1, 2, 9, 16, device="cpu", requires_grad=True) for _ in range(3)]
+        with torch.sdpa_backend(backend):
+            out = F.scaled_dot_product_attention(*x, is_causal=True, scale=scale)
+        out.sum().backward()
+        return [a.detach().numpy() for a in (out, *(t.grad for t in x))]
+    for got, want in zip(run("emulator"), run("dense")):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

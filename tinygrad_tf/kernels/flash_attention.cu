@@ -163,13 +163,10 @@ __device__ __forceinline__ float row_sum(float x) {
 // New scores may raise m to m': what was summed is then multiplied by exp(m − m'), which makes it what it would have been with
 // m' from the start. On return s holds exp(s − m'), and the caller adds s · V to acc. Exponentials are of base 2, for which a GPU
 // has an instruction: m counts in units of scale · log2 e.
-__device__ __forceinline__ void online_softmax(float (&s)[RM][RN], float (&m)[RM], float (&l)[RM], float4 (&acc)[RM][RV], float scale) {
+__device__ __forceinline__ void online_softmax(float (&s)[RM][RN], float (&m)[RM], float (&l)[RM], float4 (&acc)[RM][RV]) {
     EACH(i, RM) {
         float top = NEG_INF;
-        EACH(j, RN) {
-            s[i][j] *= scale * LOG2E;
-            top = fmaxf(top, s[i][j]);
-        }
+        EACH(j, RN) top = fmaxf(top, s[i][j]);
         top = fmaxf(m[i], row_max(top));
         float shift = top == NEG_INF ? 0.f : top;   // a row that has seen no key yet: −∞ − (−∞) would be NaN
         float decay = exp2f(m[i] - shift);
@@ -212,11 +209,12 @@ flash_forward(const float* __restrict__ q, const float* __restrict__ k, const fl
 
         float s[RM][RN];
         dot_rows(s, Q, K);
+        EACH(i, RM) EACH(j, RN) s[i][j] *= scale * LOG2E;          // before anything is hidden: −∞ times a scale below 0 is +∞
         bool hidden = !band.sees_all(m0, m0 + BM, n0, n0 + BN);
         if (hidden)
             EACH(j, RN) EACH(i, RM)
                 if (!band.sees(m0 + row(i), n0 + column(j))) s[i][j] = NEG_INF;
-        online_softmax(s, m, l, acc, scale);
+        online_softmax(s, m, l, acc);
         add_weighted(acc, s, P, V, hidden);
     }
 
