@@ -180,7 +180,8 @@ def _make_module(folder, code, flags, check, name, own):
     if not kernels:
         raise CompileError(f'{name}: no kernel in it. A kernel is a function that is declared extern "C" __global__ void name(...)')
     (folder / "kernel.cpp").write_text(_with_entries(source, kernels, name, flags), encoding="utf-8")
-    _run([*FLAGS, *(flag for flag in flags if not flag.startswith("-D")), *(CHECKS if check else []), "-c", "kernel.cpp", "-o", "kernel.o"], folder, code, name)
+    others = [flag for flag in flags if not flag.startswith("-D")]
+    _run([*FLAGS, *others, *(CHECKS if check else []), "-c", "kernel.cpp", "-o", "kernel.o"], folder, code, name)
     runtime = _kept("runtime-" + _key(own, RUNTIME, FLAGS, _compiler(), os.uname().machine), _make_runtime)
     objects = [str(runtime / Path(file).with_suffix(".o")) for file in RUNTIME]
     _run(["-shared", "-Wl,-Bsymbolic", "-o", "kernel.so", "kernel.o", *objects, "-lrt"], folder, code, name)
@@ -255,12 +256,12 @@ def _with_entries(code, kernels, name, flags):
         if flag.startswith("-D"):
             macro, _, value = flag[2:].partition("=")
             (bf16 if macro == "BF16" else others).append(f"#define {macro} {value if '=' in flag else 1}\n")
-    headers = ["cuda_on_cpu.h", *(header for header in ("cuda_fp16.h", "cuda_bf16.h") if header in code), *(["ptx.h"] if "CUDA_ON_CPU" in code else [])]
-    language = "".join([*bf16, *(f'#include "{header}"\n' for header in headers), *others])
+    wanted_by = {"cuda_on_cpu.h": "", "cuda_fp16.h": "cuda_fp16.h", "cuda_bf16.h": "cuda_bf16.h", "ptx.h": "CUDA_ON_CPU"}
+    headers = [f'#include "{header}"\n' for header, word in wanted_by.items() if word in code]
+    touch = 'extern "C" void* emulator_touch_static_shared() { __shared__ char first; return &first; }\n'
     entries = "".join(f'extern "C" {{ extern const cpu::Entry emulator_entry_{kernel}; const cpu::Entry emulator_entry_{kernel} = '
                       f'cpu::entry({", ".join(filter(None, [kernel, about["bounds"]]))}); }}\n' for kernel, about in kernels.items())
-    touch = 'extern "C" void* emulator_touch_static_shared() { __shared__ char first; return &first; }\n'
-    return f'{language}#line 1 "{name}"\n{code}\n#line 1 "entries"\n{entries}{touch}'
+    return f'{"".join([*bf16, *headers, touch, *others])}#line 1 "{name}"\n{code}\n#line 1 "entries"\n{entries}'
 
 
 def _shared_variables(library):
