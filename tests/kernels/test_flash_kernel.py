@@ -366,3 +366,10 @@ def test_any_scale_with_something_hidden(scale):
         return [a.detach().numpy() for a in (out, *(t.grad for t in x))]
     for got, want in zip(run("emulator"), run("dense")):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_another_byte_order_are_refused():
+    x = np.ones((1, 1, 4, 16), np.float32)
+    for other in (x.astype(x.dtype.newbyteorder()), x.astype(np.dtype(np.float16).newbyteorder())):
+        with pytest.raises(TypeError, match=">f"):
+            flash.forward(other, other, other, None, FULL, 0.25)

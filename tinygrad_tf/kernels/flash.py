@@ -120,7 +120,7 @@ def backward(q, k, v, o, lse, d_o, valid_tokens, band, scale, tier=None, needs=(
 def refusal(q, k, v, tier=None):
     """None, or why the kernels cannot take these arrays: (type of the error, sentence)."""
     tier = tier or TIERS.get(q.dtype.name)
-    if tier is None or not q.dtype == k.dtype == v.dtype:
+    if tier is None or not q.dtype == k.dtype == v.dtype or not q.dtype.isnative:
         return TypeError, f"the kernels take {', '.join(TIERS)}, one for all, got {q.dtype}, {k.dtype} and {v.dtype}"
     if not q.ndim == k.ndim == v.ndim == 4:
         return ValueError, f"the kernels take 4 axes, [B, H, T, Dh], got query {q.shape}, key {k.shape} and value {v.shape}"
