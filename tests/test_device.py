@@ -24,24 +24,10 @@ from tinygrad_tf.optim import SGD, Adam, AdamW, decay_groups
 from tinygrad_tf.training import Trainer, evaluate, load_checkpoint
 from tinygrad_tf.training.trainer import load_model
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed: the stand-in runs fused kernels with it")
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed: the stand-in runs fused kernels with it"),
+              pytest.mark.usefixtures("gpu")]
 ROOT = Path(__file__).resolve().parents[1]
 V, T = 11, 8
-
-
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch, pytestconfig):
-    """"cuda" is there, whatever device the suite runs on, and the default one is the CPU: every test says where it works."""
-    if pytestconfig.getoption("--device") == "cpu":
-        import strict_cupy
-        before = {name: sys.modules.get(name) for name in sys.modules if name.partition(".")[0] in ("cupy", "cupyx")}
-        strict_cupy.install()
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "cupyx")]:
-            module = sys.modules.pop(name)
-            if name in before:
-                sys.modules[name] = before[name]
-            monkeypatch.setitem(sys.modules, name, module)      # and taken out again after the test
-    torch.set_default_device("cpu")
 
 
 def close(a, b):

@@ -212,22 +212,12 @@ def as_float64(x, dtype):
 def dense_in_float64(q, k, v, d_o, valid, band, scale):
     torch.set_default_device("cpu")
     q, k, v = (torch.tensor(x, requires_grad=True) for x in (q, k, v))
-    allowed = band_mask(band, q.shape[2], k.shape[2])
-    allowed = allowed[None, None] if valid is None else allowed[None, None] & torch.tensor(valid)[:, None, None, :]
+    allowed = None if valid is None else torch.tensor(valid)[:, None, None, :]
     with sdpa_backend("dense"):
-        o = F.scaled_dot_product_attention(q, k, v, allowed, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        o = F.scaled_dot_product_attention(q, k, v, allowed, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+                                           query_offset=band.query_offset, window=(band.left, band.right))
     o.backward(torch.tensor(d_o))
     return [host(x) for x in (o, q.grad, k.grad, v.grad)]
-
-
-def band_mask(band, Tq, Tk):
-    p, j = np.arange(Tq)[:, None] + band.query_offset, np.arange(Tk)
-    allowed = np.ones((Tq, Tk), bool)
-    if band.left is not None:
-        allowed &= j >= p - band.left
-    if band.right is not None:
-        allowed &= j <= p + band.right
-    return torch.tensor(allowed)
 
 
 def run_kernels(dtype, q, k, v, d_o, valid, band, scale):

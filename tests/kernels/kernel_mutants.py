@@ -97,21 +97,26 @@ MUTANTS = {
 }
 
 
-@contextlib.contextmanager
-def planted(name):
-    """Inside, kernels are compiled from the changed source. None: from the right one."""
+def compiling(source, name, change):
+    """Inside, kernels come from the source after the change; None: as it is. ValueError for a change of nothing."""
     from tinygrad_tf.kernels.cpu_emulator import RawModule
-    change = MUTANTS.get(name)
-    code = change(source()) if change else source()
-    if change and code == source():
+    code = change(source) if change else source
+    if change and code == source:
         raise ValueError(f"{name}: changes nothing")
-    modules, shared_bytes, argument = {}, flash.Float32.shared_bytes, compile.argument
+    modules = {}
 
     def function(file, options, kernel, xp):
         if options not in modules:
             modules[options] = RawModule(code=code, options=options)
         return modules[options].get_function(kernel)
-    patches = [mock.patch.object(flash, "function", function), mock.patch.dict(flash.Float32.tiles, {32: (TILE,)})]
+    return mock.patch.object(flash, "function", function)
+
+
+@contextlib.contextmanager
+def planted(name):
+    """Inside, kernels are compiled from the changed source. None: from the right one."""
+    shared_bytes, argument = flash.Float32.shared_bytes, compile.argument
+    patches = [compiling(source(), name, MUTANTS.get(name)), mock.patch.dict(flash.Float32.tiles, {32: (TILE,)})]
     if name == "too little shared memory":
         patches.append(mock.patch.object(flash.Float32, "shared_bytes", lambda *args: shared_bytes(*args) - 4 * 36))
     if name == "a float sent as 8 bytes":
@@ -136,10 +141,15 @@ def run(case, given):
 
 def noticed(name):
     """What the emulator says, or how far the numbers are off; None where the mistake goes unseen."""
+    with planted(name), poisoned_outputs():
+        return verdict(wrong_numbers)
+
+
+def verdict(wrong_numbers):
+    """What the emulator says of the kernels that run inside, else what wrong_numbers() returns."""
     from tinygrad_tf.kernels.cpu_emulator import KernelError
     try:
-        with planted(name), poisoned_outputs():
-            return wrong_numbers()
+        return wrong_numbers()
     except KernelError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"check: {lines[min(1, len(lines) - 1)]}"
@@ -168,11 +178,16 @@ def poisoned_outputs():
                                _statistic=lambda self: np.full((self.B, self.H, self.Tq), np.nan, np.float32))
 
 
-if __name__ == "__main__":
-    chosen = [n for n in MUTANTS if not sys.argv[1:] or any(word in n for word in sys.argv[1:])]
-    print(f"{'as it is':48s} {noticed(None) or 'nothing to notice'}")
+def print_table(mutants, noticed, words):
+    """Every mutant, or those whose names have one of the words, and who noticed it."""
+    chosen = [n for n in mutants if not words or any(word in n for word in words)]
+    print(f"{'as it is':52s} {noticed(None) or 'nothing to notice'}")
     verdicts = {}
     for name in chosen:
         verdicts[name] = noticed(name)
-        print(f"{name:48s} {verdicts[name] or 'NOT NOTICED'}"[:150], flush=True)
+        print(f"{name:52s} {verdicts[name] or 'NOT NOTICED'}"[:150], flush=True)
     print(f"{sum(v is not None for v in verdicts.values())} of {len(verdicts)} noticed")
+
+
+if __name__ == "__main__":
+    print_table(MUTANTS, noticed, sys.argv[1:])

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 from kernels.flash_cases import Case, errors, inputs, reference
-from kernels.kernel_mutants import replaced
+from kernels.kernel_mutants import compiling, print_table, replaced, verdict
 
 from tinygrad_tf.kernels import compile, flash
 from tinygrad_tf.ops.flash_attention import Band
@@ -142,19 +142,9 @@ MUTANTS = {
 @contextlib.contextmanager
 def planted(name):
     """Inside, kernels are compiled from the changed source. None: from the right one."""
-    from tinygrad_tf.kernels.cpu_emulator import RawModule
-    change = MUTANTS.get(name)
-    code = change(source()) if change else source()
-    if change and code == source():
-        raise ValueError(f"{name}: changes nothing")
-    modules, shared_bytes = {}, flash.Float16.shared_bytes
-
-    def function(file, options, kernel, xp):
-        if options not in modules:
-            modules[options] = RawModule(code=code, options=options)
-        return modules[options].get_function(kernel)
+    shared_bytes = flash.Float16.shared_bytes
     missing = 2 * (32 + 8) if name == "too little shared memory" else 0
-    with mock.patch.object(flash, "function", function), \
+    with compiling(source(), name, MUTANTS.get(name)), \
             mock.patch.object(Small, "shared_bytes", lambda *args: shared_bytes(*args) - missing):
         yield
 
@@ -183,13 +173,8 @@ def unset_outputs():
 
 def noticed(name):
     """What the emulator says, or how far the numbers are off; None where the mistake goes unseen."""
-    from tinygrad_tf.kernels.cpu_emulator import KernelError
-    try:
-        with planted(name):
-            return wrong_numbers()
-    except KernelError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"check: {lines[min(1, len(lines) - 1)]}"
+    with planted(name):
+        return verdict(wrong_numbers)
 
 
 def wrong_numbers():
@@ -203,10 +188,4 @@ def wrong_numbers():
 
 
 if __name__ == "__main__":
-    chosen = [n for n in MUTANTS if not sys.argv[1:] or any(word in n for word in sys.argv[1:])]
-    print(f"{'as it is':52s} {noticed(None) or 'nothing to notice'}")
-    verdicts = {}
-    for name in chosen:
-        verdicts[name] = noticed(name)
-        print(f"{name:52s} {verdicts[name] or 'NOT NOTICED'}"[:150], flush=True)
-    print(f"{sum(v is not None for v in verdicts.values())} of {len(verdicts)} noticed")
+    print_table(MUTANTS, noticed, sys.argv[1:])

@@ -659,7 +659,6 @@ def test_the_kernels_of_a_gpu_are_not_for_the_cpu():
 @pytest.mark.host("the stand-in for a kernel is NumPy")
 def test_what_the_kernels_are_given(monkeypatch):
     """Bands, real keys and the scale as they are; a mask of keys alone, [B, 1, 1, Tk], as valid_tokens; heads ungrouped."""
-    from tinygrad_tf.ops import kernel_attention
     given = []
 
     class Apply:
@@ -667,7 +666,7 @@ def test_what_the_kernels_are_given(monkeypatch):
         def apply(*arguments):
             given.append(arguments)
             return arguments[0]
-    monkeypatch.setattr(kernel_attention, "KernelAttention", Apply)
+    monkeypatch.setattr(sdpa, "KernelAttention", Apply)
     valid = torch.tensor([[True] * 5 + [False]])
     with sdpa_backend("emulator"):
         F.attention(Q, Q[:, :2], Q[:, :2], causal=True, query_offset=2, valid_tokens=valid, scale=0.5)

@@ -31,3 +31,8 @@ def refusal(q, k, v, bias=None, allowed=None, dropout_p=0.0):
         return "the kernels know no dropout of the weights"
     refused = flash.refusal(q, k, v)
     return refused and refused[1]
+
+
+def widest_head():
+    """The largest head dim of which there is a kernel."""
+    return max(max(tier.tiles) for tier in flash.TIERS.values())

@@ -24,6 +24,7 @@ from .attention import Attention, _bias, _check, _check_value, _score_shape, _sh
 from .dropout import draw_keep
 from .flash_attention import Band, Plan, TiledAttention
 from .index import where
+from .kernel_attention import KernelAttention, refusal, widest_head
 
 BACKENDS = ("dense", "tiled", "cuda", "emulator")
 # Up to so many scores, [..., Tq, Tk], dense is chosen: where measured (docs/flash_attention.md) it is as fast as tiles, or faster.
@@ -31,7 +32,6 @@ DENSE_SCORES = 1 << 24                          # 64 MiB of float32
 DENSE_SCORES_OF_A_BAND = 1 << 21                # causal or a window: tiles save work
 DENSE_SCORES_ON_GPU = 1 << 18                   # an estimate
 TILE_SCORES = 1 << 18                           # of a tile, all heads together: 1 MiB of float32, about a core's second cache
-LARGEST_HEAD = 128                              # that the kernels take
 
 _forced = ContextVar("sdpa_backend", default=(None, None))
 
@@ -196,7 +196,6 @@ def _for_kernel(forced, on_gpu, query, key, value, sight, dropout_p):
 
 
 def _refusal(query, key, value, sight, dropout_p):
-    from .kernel_attention import refusal
     if sight.mod is not None:
         return "the kernels know no mask_mod"
     return refusal(query.array, key.array, value.array, sight.bias, sight.allowed, dropout_p)
@@ -216,10 +215,10 @@ _warned = set()                                 # the widths of heads that were 
 def _warn_of_wide_heads(query, value):
     """Says once in a process that heads are too wide for the kernels."""
     widest = max(query.array.shape[-1], value.array.shape[-1])
-    if widest > LARGEST_HEAD and not _warned:
+    if widest > widest_head() and not _warned:
         _warned.add(widest)
         warnings.warn(f"scaled_dot_product_attention: heads of {widest} features are too wide for the CUDA kernels, which take "
-                      f"{LARGEST_HEAD}; tiles of ordinary operations are used", stacklevel=5)
+                      f"{widest_head()}; tiles of ordinary operations are used", stacklevel=5)
 
 
 # --- the backends -----------------------------------------------------------------------------------------------------
@@ -242,7 +241,11 @@ def _grouped(op, query, key, value, sight):
 
 def _checked_shape(op, query, key, value, sight):
     """[..., Tq, Tk] of the scores, to which every mask broadcasts."""
-    return [_score_shape(op, query, key, value, m) for m in (sight.allowed, sight.valid_tokens, sight.bias)][0]
+    shape = _score_shape(op, query, key, value, None)
+    for mask in (sight.allowed, sight.valid_tokens, sight.bias):
+        if mask is not None:
+            _score_shape(op, query, key, value, mask)
+    return shape
 
 
 def one_mask(query, key, sight):
@@ -271,7 +274,6 @@ def _tiled(query, key, value, sight, dropout_p, scale, shape):
 
 
 def _kernel(query, key, value, sight, scale):
-    from .kernel_attention import KernelAttention
     return KernelAttention.apply(query, key, value, sight.valid_tokens, sight.band, scale)
 
 
