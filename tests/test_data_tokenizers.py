@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinygrad_tf.data import SPECIAL_TOKENS, CharTokenizer
+from tinygrad_tf.data import SPECIAL_TOKENS, ByteTokenizer, CharTokenizer
 
 any_text = st.text(min_size=1)
 TEXT = "hello, wörld 🙂\n<pad>"
+both = pytest.mark.parametrize("tokenizer", [CharTokenizer.from_text("abc"), ByteTokenizer()], ids=["char", "byte"])
 
 
 def test_ids_are_special_tokens_then_sorted_characters():
@@ -39,29 +40,39 @@ def test_encode_agrees_with_a_dictionary(corpus, text):
     assert tokenizer.encode(text).tolist() == [table.get(character, tokenizer.unk_id) for character in text]
 
 
-def test_special_tokens_in_a_text_are_never_matched():
+@pytest.mark.parametrize("make", [CharTokenizer.from_text, lambda _: ByteTokenizer()], ids=["char", "byte"])
+def test_special_tokens_in_a_text_are_never_matched(make):
     text = "<pad><bos><eos><unk>"
-    ids = CharTokenizer.from_text(text).encode(text)
+    ids = make(text).encode(text)
     assert len(ids) == len(text) and ids.min() >= len(SPECIAL_TOKENS)
 
 
-def test_decode_leaves_special_tokens_out_or_writes_their_names():
-    tokenizer = CharTokenizer.from_text("ab")
-    assert tokenizer.decode([1, 4, 3, 5, 2, 0]) == "ab"
-    assert tokenizer.decode([1, 4, 3, 5, 2, 0], skip_special=False) == "<bos>a<unk>b<eos><pad>"
-    assert tokenizer.decode([]) == "" and tokenizer.decode(np.array([4], dtype=np.uint8)) == "a"
+@both
+def test_decode_leaves_special_tokens_out_or_writes_their_names(tokenizer):
+    a, b = tokenizer.encode("ab")
+    assert tokenizer.decode([1, a, 3, b, 2, 0]) == "ab"
+    assert tokenizer.decode([1, a, 3, b, 2, 0], skip_special=False) == "<bos>a<unk>b<eos><pad>"
+    assert tokenizer.decode([]) == "" and tokenizer.decode(np.array([a], dtype=np.uint8)) == "a"
 
 
-@pytest.mark.parametrize("ids", [[4, -1], [7], [2**40], np.array([2**63], dtype=np.uint64)])
-def test_decode_refuses_ids_outside_the_vocabulary(ids):
-    with pytest.raises(IndexError, match="outside the vocabulary, whose ids are 0 to 6"):
-        CharTokenizer.from_text("abc").decode(ids)
+@both
+@pytest.mark.parametrize("ids", [[4, -1], [260], [2**40], np.array([2**63], dtype=np.uint64)])
+def test_decode_refuses_ids_outside_the_vocabulary(tokenizer, ids):
+    with pytest.raises(IndexError, match=f"outside the vocabulary, whose ids are 0 to {tokenizer.vocab_size - 1}"):
+        tokenizer.decode(ids)
 
 
+def test_the_first_id_outside_is_refused_and_the_last_inside_is_not():
+    assert CharTokenizer.from_text("abc").decode([6]) == "c" and ByteTokenizer().decode_bytes([259]) == b"\xff"
+    with pytest.raises(IndexError, match="0 to 6"):
+        CharTokenizer.from_text("abc").decode([7])
+
+
+@both
 @pytest.mark.parametrize("ids, error", [([4.0], TypeError), ([True], TypeError), ([[4]], ValueError), (4, ValueError)])
-def test_decode_refuses_what_is_no_row_of_integers(ids, error):
+def test_decode_refuses_what_is_no_row_of_integers(tokenizer, ids, error):
     with pytest.raises(error, match="token ids must"):
-        CharTokenizer.from_text("abc").decode(ids)
+        tokenizer.decode(ids)
 
 
 def test_strict_names_the_character_and_its_position():
@@ -71,7 +82,8 @@ def test_strict_names_the_character_and_its_position():
         CharTokenizer.from_text("abc").encode("abc", errors="ignore")
 
 
-@pytest.mark.parametrize("use", [CharTokenizer.from_text, CharTokenizer, CharTokenizer.from_text("ab").encode])
+@pytest.mark.parametrize("use", [CharTokenizer.from_text, CharTokenizer, CharTokenizer.from_text("ab").encode,
+                                 ByteTokenizer().encode])
 def test_lone_surrogates_and_other_types_are_refused(use):
     with pytest.raises(ValueError, match=r"lone surrogate '\\udc80', at position 1"):
         use("a\udc80")
@@ -85,11 +97,44 @@ def test_the_characters_must_be_sorted_and_each_stand_once(characters):
         CharTokenizer(characters)
 
 
+@given(st.text())
+def test_bytes_hold_every_text(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int64 and ids.tolist() == [4 + b for b in text.encode("utf-8")]
+    assert tokenizer.decode(ids) == text and tokenizer.decode_bytes(ids.tolist()) == text.encode("utf-8")
+
+
+@given(st.binary())
+def test_any_bytes_are_decoded_and_those_that_are_no_text_are_replaced(content):
+    tokenizer = ByteTokenizer()
+    ids = np.frombuffer(content, dtype=np.uint8) + np.uint16(4)
+    assert tokenizer.decode_bytes(ids) == content and tokenizer.decode(ids) == content.decode("utf-8", errors="replace")
+
+
+def test_bytes_their_ids_half_a_character_and_special_tokens():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.vocab_size == 260 and tokenizer.encode("é").tolist() == [4 + 0xC3, 4 + 0xA9]
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id) == (0, 1, 2, 3)
+    emoji = tokenizer.encode("a🙂").tolist()
+    assert tokenizer.decode(emoji[:-1]) == "a\ufffd" and tokenizer.decode_bytes(emoji[:2]) == b"a\xf0"
+    assert tokenizer.decode([*emoji[:3], tokenizer.eos_id, *emoji[3:]]) == "a🙂"
+    assert tokenizer.decode_bytes([1, 4 + 0xFF], skip_special=False) == b"<bos>\xff"
+
+
 @given(any_text)
 def test_json_and_back(corpus):
-    tokenizer = CharTokenizer.from_text(corpus)
-    again = CharTokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict())))
-    assert again == tokenizer and hash(again) == hash(tokenizer) and again.fingerprint == tokenizer.fingerprint
+    for tokenizer in CharTokenizer.from_text(corpus), ByteTokenizer():
+        again = type(tokenizer).from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+        assert again == tokenizer and hash(again) == hash(tokenizer) and again.fingerprint == tokenizer.fingerprint
+
+
+def test_bytes_equality_fingerprint_and_repr():
+    one, other = ByteTokenizer(), CharTokenizer("".join(map(chr, range(256))))
+    assert one == ByteTokenizer() and one != other and other != one and one != "byte" and len({one, ByteTokenizer(), other}) == 2
+    # As below, of {"special_tokens": ["<pad>", "<bos>", "<eos>", "<unk>"], "type": "byte"}
+    assert one.fingerprint == "4d37e0eceeb9fcfbdb7199a7b1dd9269e74407b241606ed0ab8ad44f9ac090cb"
+    assert repr(one) == "ByteTokenizer(vocab_size=260)"
 
 
 def test_equality_fingerprint_and_repr():
@@ -103,6 +148,20 @@ def test_equality_fingerprint_and_repr():
 
 
 GOOD = CharTokenizer.from_text("ab").to_dict()
+
+
+@both
+def test_files_of_another_kind_are_refused(tmp_path, tokenizer):
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    assert type(tokenizer).load(path) == tokenizer
+    other = CharTokenizer if type(tokenizer) is ByteTokenizer else ByteTokenizer
+    expected = rf'is no tokenizer file: {other.__name__}.from_dict: expected {{"type": "{other.kind}"'
+    with pytest.raises(ValueError, match=expected):
+        other.load(path)
+    swapped = tokenizer.to_dict() | {"special_tokens": ["<bos>", "<pad>", "<eos>", "<unk>"]}
+    with pytest.raises(ValueError, match="in this order"):
+        type(tokenizer).from_dict(swapped)
 
 
 @pytest.mark.parametrize(

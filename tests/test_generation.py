@@ -315,14 +315,27 @@ def test_a_cache_can_be_used_again():
         assert torch.allclose(gpt(second, cache=cache)[0], gpt(second)[0], rtol=0, atol=1e-12)
 
 
-def test_an_interrupted_pass_is_noticed():
-    gpt, cache = model(), KVCache(2, T_MAX)
-    gpt.blocks[1].ffn.forward = gpt.blocks[1].attention.forward = None
+@pytest.mark.parametrize("where", ["attention", "ffn"])
+@pytest.mark.parametrize("read_before", [0, 3])
+def test_an_interrupted_pass_leaves_no_trace(where, read_before):
+    """Wherever in the last layer it breaks off: the cache holds what it held, and the next pass is right."""
+    gpt, cache, tokens = model(), KVCache(2, T_MAX), ids(1, 6)
+    part = getattr(gpt.blocks[1], where)
     with no_grad():
-        with pytest.raises(TypeError):
-            gpt(ids(1, 3), cache=cache)
-        with pytest.raises(RuntimeError, match="did not reach all of them"):
-            gpt(ids(1, 1), cache=cache)
+        gpt(tokens[:, :read_before], cache=cache)
+        forward, part.forward = part.forward, lambda *args, **kwargs: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            gpt(ids(1, 2), cache=cache)
+        part.forward = forward
+        assert cache.length == read_before
+        assert torch.allclose(gpt(tokens[:, read_before:], cache=cache)[0], gpt(tokens)[0][:, read_before:], rtol=0, atol=1e-12)
+
+
+def test_layers_that_were_filled_one_by_one_and_disagree_are_noticed():
+    gpt, cache = model(), KVCache(2, T_MAX)
+    cache.layer(0).update(keys(T=3), keys(T=3))
+    with no_grad(), pytest.raises(RuntimeError, match="did not reach all of them"):
+        gpt(ids(2, 1), cache=cache)
     cache.reset()
     assert cache.length == 0
 

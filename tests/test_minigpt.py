@@ -118,7 +118,7 @@ def padded_rows():
     return ids(2, 9), valid
 
 
-@pytest.mark.parametrize("later", ["nothing", "all real", "other padding", "no padding in either row"])
+@pytest.mark.parametrize("later", ["all real", "other padding", "no padding in either row"])
 def test_a_cache_remembers_what_was_padding(later):
     """Later tokens must not take for real what was padding when it was read, nor the reverse; a refusal changes nothing."""
     gpt, cache, (tokens, valid) = model(), KVCache(2, T_MAX), padded_rows()
@@ -129,7 +129,7 @@ def test_a_cache_remembers_what_was_padding(later):
         gpt(tokens[:, :5], valid_tokens=first[:, :5], cache=cache)
         for start, stop in (5, 6), (5, 8):
             with pytest.raises(ValueError, match="KVCache: valid_tokens says of the 5 cached tokens something else"):
-                gpt(tokens[:, start:stop], valid_tokens=None if later == "nothing" else second[:, :stop], cache=cache)
+                gpt(tokens[:, start:stop], valid_tokens=second[:, :stop], cache=cache)
         assert cache.length == 5
         logits, _ = gpt(tokens[:, 5:], valid_tokens=first, cache=cache)
         assert close(logits, gpt(tokens, valid_tokens=first)[0][:, 5:], 1e-9)
@@ -137,6 +137,19 @@ def test_a_cache_remembers_what_was_padding(later):
         gpt(tokens[:, :5], cache=cache)
         with pytest.raises(ValueError, match="KVCache: valid_tokens"):
             gpt(tokens[:, 5:6], valid_tokens=valid[:, :6], cache=cache)
+
+
+@pytest.mark.parametrize("stop", [6, 8])
+def test_a_mask_may_speak_of_the_new_tokens_alone(stop):
+    """The cache knows by itself what was padding; None: all new tokens are real."""
+    gpt, (tokens, valid) = model(), padded_rows()
+    with no_grad():
+        expected = gpt(tokens[:, :stop], valid_tokens=valid[:, :stop])[0][:, 5:]
+        for later in None, valid[:, 5:stop], valid[:, :stop]:
+            cache = KVCache(2, T_MAX)
+            gpt(tokens[:, :5], valid_tokens=valid[:, :5], cache=cache)
+            assert close(gpt(tokens[:, 5:stop], valid_tokens=later, cache=cache)[0], expected, 1e-9)
+            assert cache.length == stop and cache.lengths.tolist() == [stop, stop - 2]
 
 
 def test_masks_that_say_the_same_fit_a_cache():
@@ -272,7 +285,7 @@ def test_masks_and_positions_of_another_shape_are_refused():
     with no_grad(), pytest.raises(ValueError, match="valid_tokens"):
         cache, gpt = KVCache(2, T_MAX), model()
         gpt(ids(2, 4), cache=cache)
-        gpt(ids(2, 1), valid_tokens=torch.ones(2, 1, dtype=torch.bool), cache=cache)
+        gpt(ids(2, 1), valid_tokens=torch.ones(2, 2, dtype=torch.bool), cache=cache)
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

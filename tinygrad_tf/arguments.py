@@ -7,6 +7,8 @@ no list, NumPy array or None has. Where numbers are welcome too, as in `add(x, 2
 import functools
 import inspect
 import numbers
+import operator
+import warnings
 
 import numpy as np
 
@@ -120,6 +122,63 @@ def require_tensors(op, **arguments):
 def optional_tensors(op, **arguments):
     """The same where None is allowed."""
     require_tensors(op, **{name: x for name, x in arguments.items() if x is not None})
+
+
+def require_bools(op, **flags):
+    """TypeError for what is neither True nor False: "no" would count as True."""
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            raise TypeError(f"{op}: {name} must be a bool, True or False, got {described(flag)}")
+
+
+def checked_probability(op, name, p):
+    """p as a float; TypeError for what is no number (True is none: it would drop everything), ValueError outside [0, 1]."""
+    if type(p) is not float and (isinstance(p, bool) or not isinstance(p, numbers.Real)):
+        raise TypeError(f"{op}: {name} must be a number from 0 to 1, got {described(p)}")
+    if not 0 <= p <= 1:
+        raise ValueError(f"{op}: dropout probability has to be between 0 and 1, but got {described(p)}")
+    return float(p)
+
+
+def require_functions(op, **functions):
+    """TypeError for what cannot be called."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{op}: {name} must be a function, got {described(function)}")
+
+
+def optional_functions(op, **functions):
+    """The same where None is allowed."""
+    require_functions(op, **{name: function for name, function in functions.items() if function is not None})
+
+
+def whole_number(op, name, value, least=None):
+    """The int that value is; TypeError where it is none (True is none), ValueError below `least`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{op}: {name} must be a whole number, got {described(value)}")
+    if least is not None and number < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {described(number)}")
+    return number
+
+
+def described(x):
+    """What x is, in an error: `5 (int)`, `a tensor (2, 3) of torch.bool`."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(described, x))})"
+    if isinstance(x, autograd.Tensor):
+        return f"a tensor {tuple(x.shape)} of {x.dtype}"
+    if isinstance(x, int) and x.bit_length() > 64:          # Python does not write those of more than 4300 digits
+        return f"a number of {x.bit_length()} bits"
+    return f"{' '.join(repr(x).split()):.40} ({type(x).__name__})"
+
+
+def warn_caller(message):
+    """A warning that shows the nearest line outside this package, however many calls lie in between."""
+    warnings.warn_explicit(message, UserWarning, *autograd._user_line())
 
 
 def type_name(x):

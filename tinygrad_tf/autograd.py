@@ -139,6 +139,11 @@ def observing(observe, alone=False):
         _mode.observers = before
 
 
+def is_observed():
+    """Whether this thread is within `observing`."""
+    return bool(_mode.observers)
+
+
 def inference_mode(mode=True):
     """PyTorch's name for no_grad, here the same; mode=False records."""
     return no_grad() if mode is True else enable_grad() if mode is False else no_grad(mode)

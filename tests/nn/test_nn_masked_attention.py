@@ -312,7 +312,7 @@ Q, K, V = heads(2)
     (lambda: F.attention(Q, K, V, window=0), ValueError, "width must be at least 1"),
     (lambda: F.attention(Q, K, V, window=True), TypeError, "whole number"),
     (lambda: F.attention(Q, K, V, causal=True, query_offset="end"), TypeError, "query_offset"),
-    (lambda: F.attention(Q, K, V, mask_mod=lambda b, h, q, k: q - k), TypeError, "mask_mod must be a bool tensor"),
+    (lambda: F.attention(Q, K, V, mask_mod=lambda b, h, q, k: q - k), TypeError, "mask_mod: what it returns must be a bool tensor"),
     (lambda: F.attention(Q, K, V, score_mod=lambda score, *where: score[0]), ValueError, "score_mod must return"),
     (lambda: F.attention(Q, K, V, score_mod=lambda score, *where: score > 0), TypeError, "float tensor"),
     (lambda: F.attention(Q, K, V, score_mod=lambda score, *where: None), ValueError, "score_mod must return"),

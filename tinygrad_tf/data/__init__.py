@@ -12,7 +12,7 @@ from .corpora import (
     split_train_validation,
 )
 from .ngram import WittenBell, baselines
-from .tokenizers import SPECIAL_TOKENS, CharTokenizer
+from .tokenizers import SPECIAL_TOKENS, ByteTokenizer, CharTokenizer
 
 __all__ = [
     "CORPORA",
@@ -20,6 +20,7 @@ __all__ = [
     "SHAKESPEARE_COMMAND",
     "SPECIAL_TOKENS",
     "BatchSampler",
+    "ByteTokenizer",
     "CharTokenizer",
     "CorpusError",
     "WittenBell",

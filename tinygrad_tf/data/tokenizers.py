@@ -12,13 +12,85 @@ from ..serialization import write_atomically
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
-class CharTokenizer:
-    """One token per character.    ids 0 to 3: <pad> <bos> <eos> <unk>;  then the characters in order of code point
+class Tokenizer:
+    """What every tokenizer shares.    ids 0 to 3: <pad> <bos> <eos> <unk>;  then its own tokens
 
     Special tokens are ids, never text: the five letters "<pad>" in a text are five characters. (guide 15.1)
+    A subclass says `kind`, its name in files; `fields`, the strings that make it; and `tokens`, the piece of each id.
     """
 
     pad_id, bos_id, eos_id, unk_id = range(len(SPECIAL_TOKENS))
+    kind, fields = None, ()
+
+    @property
+    def vocab_size(self):
+        return len(self.tokens)
+
+    def pieces(self, ids, skip_special):
+        """ids: integers [N] -> the list of their tokens, with or without the special ones.
+
+        Raises TypeError for ids that are no integers, IndexError for ids outside 0 to vocab_size - 1.
+        """
+        ids = as_ids(ids, self.vocab_size)
+        if skip_special:
+            ids = ids[ids >= len(SPECIAL_TOKENS)]
+        return [self.tokens[i] for i in ids.tolist()]
+
+    def to_dict(self):
+        own = {name: getattr(self, name) for name in self.fields}
+        return {"type": self.kind, "special_tokens": list(SPECIAL_TOKENS), **own}
+
+    @classmethod
+    def from_dict(cls, content):
+        """The inverse of `to_dict`. Raises ValueError for anything else, so that ids never change their meaning."""
+        known = isinstance(content, dict) and content.get("type") == cls.kind
+        if not known or not all(isinstance(content.get(name), str) for name in cls.fields):
+            own = "".join(f', "{name}": "..."' for name in cls.fields)
+            raise ValueError(
+                f'{cls.__name__}.from_dict: expected {{"type": "{cls.kind}", "special_tokens": [...]{own}}}'
+            )
+        if content.get("special_tokens") != list(SPECIAL_TOKENS):
+            raise ValueError(
+                f"{cls.__name__}.from_dict: special_tokens must be {list(SPECIAL_TOKENS)} in this order, "
+                f"got {content.get('special_tokens')!r}"
+            )
+        return cls(*(content[name] for name in cls.fields))
+
+    @property
+    def fingerprint(self):
+        """SHA-256 of the whole vocabulary, in hex: models and texts belong together if and only if theirs agree."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode("ascii")).hexdigest()
+
+    def save(self, path):
+        """Writes JSON; a file of that name is replaced in one step, so that no reader meets half a tokenizer."""
+        write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path):
+        """The tokenizer that `save` wrote. Raises FileNotFoundError, or ValueError naming the file."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is no tokenizer file: {error}") from error
+
+    def __eq__(self, other):
+        return self.fingerprint == other.fingerprint if isinstance(other, Tokenizer) else NotImplemented
+
+    def __hash__(self):
+        return hash(self.fingerprint)
+
+    def __repr__(self):
+        own = "".join(f", {name}={getattr(self, name)!r}" for name in self.fields)
+        return f"{type(self).__name__}(vocab_size={self.vocab_size}{own})"
+
+
+class CharTokenizer(Tokenizer):
+    """One token per character.    ids 0 to 3: <pad> <bos> <eos> <unk>;  then the characters in order of code point
+
+    What its characters do not hold is <unk>; ByteTokenizer knows every text. (guide 15.1)
+    """
+
+    kind, fields = "char", ("characters",)
 
     def __init__(self, characters):
         """characters: str, each once, in ascending order (`from_text` sorts). Raises TypeError, ValueError."""
@@ -35,10 +107,6 @@ class CharTokenizer:
         """The tokenizer of every character that occurs in `text`."""
         code_points(text)
         return cls("".join(sorted(set(text))))
-
-    @property
-    def vocab_size(self):
-        return len(self.tokens)
 
     def encode(self, text, errors="unk"):
         """text: str of N characters -> int64 ids [N].
@@ -63,62 +131,46 @@ class CharTokenizer:
 
         Raises TypeError for ids that are no integers, IndexError for ids outside 0 to vocab_size - 1.
         """
-        ids = as_ids(ids, self.vocab_size)
-        if skip_special:
-            ids = ids[ids >= len(SPECIAL_TOKENS)]
-        return "".join([self.tokens[i] for i in ids.tolist()])
+        return "".join(self.pieces(ids, skip_special))
 
-    def to_dict(self):
-        return {"type": "char", "special_tokens": list(SPECIAL_TOKENS), "characters": self.characters}
 
-    @classmethod
-    def from_dict(cls, content):
-        """The inverse of `to_dict`. Raises ValueError for anything else, so that ids never change their meaning."""
-        known = isinstance(content, dict) and content.get("type") == "char"
-        if not known or not isinstance(content.get("characters"), str):
-            raise ValueError(
-                'CharTokenizer.from_dict: expected {"type": "char", "special_tokens": [...], "characters": "..."}'
-            )
-        if content.get("special_tokens") != list(SPECIAL_TOKENS):
-            raise ValueError(
-                f"CharTokenizer.from_dict: special_tokens must be {list(SPECIAL_TOKENS)} in this order, "
-                f"got {content.get('special_tokens')!r}"
-            )
-        return cls(content["characters"])
+class ByteTokenizer(Tokenizer):
+    """One token per byte of UTF-8.    ids 0 to 3: <pad> <bos> <eos> <unk>;  id 4 + b: the byte b, 0 to 255
 
-    @property
-    def fingerprint(self):
-        """SHA-256 of the whole vocabulary, in hex: models and texts belong together if and only if theirs agree."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode("ascii")).hexdigest()
+    Every text has ids and nothing is <unk>; outside ASCII a character is two to four tokens. (guide 15.1)
+    """
 
-    def save(self, path):
-        """Writes JSON; a file of that name is replaced in one step, so that no reader meets half a tokenizer."""
-        write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
+    kind = "byte"
+    tokens = (*(name.encode("ascii") for name in SPECIAL_TOKENS), *(bytes([b]) for b in range(256)))
 
-    @classmethod
-    def load(cls, path):
-        """The tokenizer that `save` wrote. Raises FileNotFoundError, or ValueError naming the file."""
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no tokenizer file: {error}") from error
+    def encode(self, text):
+        """text: str of N bytes in UTF-8 -> int64 ids [N]. Raises TypeError, and ValueError for lone surrogates."""
+        return np.frombuffer(encoded(text, "utf-8"), dtype=np.uint8).astype(np.int64) + len(SPECIAL_TOKENS)
 
-    def __eq__(self, other):
-        return self.characters == other.characters if isinstance(other, CharTokenizer) else NotImplemented
+    def decode_bytes(self, ids, skip_special=True):
+        """ids: integers [N] -> bytes, which need not end with a whole character; special tokens as in `decode`."""
+        return b"".join(self.pieces(ids, skip_special))
 
-    def __hash__(self):
-        return hash(self.characters)
+    def decode(self, ids, skip_special=True):
+        """ids: integers [N] -> str; bytes that are no UTF-8, as those of half a character, become U+FFFD.
 
-    def __repr__(self):
-        return f"CharTokenizer(vocab_size={self.vocab_size}, characters={self.characters!r})"
+        Special tokens are left out, or written by name with skip_special=False. Raises TypeError for ids that are no
+        integers, IndexError for ids outside 0 to vocab_size - 1.
+        """
+        return self.decode_bytes(ids, skip_special).decode("utf-8", errors="replace")
 
 
 def code_points(text):
     """text: str of N characters -> uint32 code points [N]. Raises TypeError, and ValueError for lone surrogates."""
+    return np.frombuffer(encoded(text, "utf-32-le"), dtype="<u4")
+
+
+def encoded(text, encoding):
+    """text: str -> bytes in a Unicode encoding. Raises TypeError, and ValueError for lone surrogates."""
     if not isinstance(text, str):
         raise TypeError(f"a text must be a str, got {type(text).__name__}")
     try:
-        return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+        return text.encode(encoding)
     except UnicodeEncodeError as error:
         raise ValueError(
             f"the text has half a character, the lone surrogate {text[error.start]!r}, at position {error.start}: "

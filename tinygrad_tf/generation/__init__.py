@@ -1,5 +1,12 @@
-"""Text from a trained model: the KV cache, sampling, and the loop that streams tokens."""
-from .cache import KVCache
-from .generator import generate, inference, stream
+"""Text from a trained model: caches of keys and values, sampling, and the one generator that all paths share."""
+from .batch import Batch, Row, complete
+from .beam import Beam, beam_search
+from .cache import Cache, ConcatKVCache, KVCache
+from .generator import generate, stream
 from .greedy import greedy_decode
-from .sampling import sample
+from .inference import inference
+from .paged import PagedKVCache
+from .quantized import QuantizedKVCache
+from .rolling import RollingKVCache
+from .sampling import Sampler, sample
+from .text import TextStream

@@ -1,61 +1,43 @@
-"""The generation loop: prefill the prompt in one pass, then decode token by token from the cache (guide 9.8)."""
-from contextlib import contextmanager
-from numbers import Integral
-
-from ..arguments import require_tensors
-from ..autograd import no_grad
+"""Generation in lockstep: prompts [B, T] of one length, ids [B, 1] a step. Both are `Batch`, in fewer words (guide 9.8)."""
+from ..arguments import optional_tensors, require_tensors
+from ..creation import tensor
 from ..ops.shape import cat
-from .cache import KVCache
-from .sampling import check_number, check_options, sample
+from .batch import Batch
+from .sampling import Sampler
 
 
-@contextmanager
-def inference(model):
-    """Within it the model is in eval mode and no graph is recorded; then each module gets back the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def stream(model, prompt_ids, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True, *, valid_tokens=None,
+           cache=None, eos_id=None, at_limit="slide", prefill_chunk=None, **sampling):
+    """Yields the next ids [B, 1], one step at a time, for a prompt [B, T]; temperature, top_k and `sampling` as in `Sampler`.
 
-
-def stream(model, prompt_ids, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True):
-    """Yields the next ids [B, 1], one step at a time, for a prompt [B, T]; options as in `sample`.
-
-    Beyond the model's context the window slides: the newer half of it is kept and read anew from position 0. The model
-    is in inference mode only while a token is computed: between two tokens its caller may train it, or leave.
+    valid_tokens [B, T]: True = a real token, for prompts that are padded, on either side. A row that has come to its eos_id goes
+    on with it; the stream ends when all have. Beyond the model's context the window slides: the newer half of it is kept and
+    read anew from position 0; or at_limit="stop". The model is in inference mode only while a token is computed: between
+    two tokens its caller may train it, or leave. For texts, seeds and stop strings see `Batch`.
     ValueError or TypeError, before the first token, for a prompt of another rank or without a token, and for bad options.
     """
     require_tensors("generate", prompt_ids=prompt_ids)
+    optional_tensors("generate", valid_tokens=valid_tokens)
     if prompt_ids.ndim != 2 or prompt_ids.shape[1] == 0:
         raise ValueError(f"generate: the prompt must be ids [B, T] with at least one token, got shape {tuple(prompt_ids.shape)}")
-    check_number("generate", "max_new_tokens", max_new_tokens, Integral, "an integer")
-    if max_new_tokens < 0:
-        raise ValueError(f"generate: max_new_tokens must be at least 0, got {max_new_tokens}")
-    check_options(temperature, top_k)
-    cache = KVCache(len(model.blocks), model.max_seq_len) if use_cache else None
-    return _stream(model, prompt_ids, max_new_tokens, cache, temperature, top_k, generator)
+    sampler, prompts = Sampler(temperature, top_k, **sampling), prompt_ids.tolist()
+    if valid_tokens is not None:
+        if valid_tokens.shape != prompt_ids.shape:
+            raise ValueError(f"generate: valid_tokens must have the shape of the prompt, {tuple(prompt_ids.shape)}, got "
+                             f"{tuple(valid_tokens.shape)}")
+        prompts = [[i for i, real in zip(*row) if real] for row in zip(prompts, valid_tokens.tolist())]
+    batch = Batch(model, cache, use_cache=use_cache, max_rows=max(len(prompts), 1), at_limit=at_limit, prefill_chunk=prefill_chunk)
+    rows = [batch.add(prompt, max_new_tokens, sampler=sampler, generator=generator, eos_id=eos_id) for prompt in prompts]
+    return _tokens(batch, rows, prompt_ids.device)
 
 
-def _stream(model, ids, max_new_tokens, cache, temperature, top_k, generator):
-    context = model.max_seq_len
-    ids = unseen = ids[:, -context:]
-    for _ in range(max_new_tokens):
-        if ids.shape[1] > context:
-            ids = unseen = ids[:, -(context // 2 + 1):]
-            if cache is not None:
-                cache.reset()
-        with inference(model):
-            logits, _ = model(ids if cache is None else unseen, cache=cache)
-            unseen = sample(logits[:, -1], temperature, top_k, generator)
-            ids = cat([ids, unseen], dim=1)
-        yield unseen
+def _tokens(batch, rows, device):
+    while batch.live or batch.waiting:
+        batch.step()
+        yield tensor([row.ids[-1:] for row in rows], device=device)
 
 
 def generate(model, prompt_ids, max_new_tokens, **options):
-    """The prompt and its continuation, ids [B, T + max_new_tokens]; options as in `stream`."""
+    """The prompt and its continuation, ids [B, T + n], n ≤ max_new_tokens; options as in `stream`."""
     tokens = list(stream(model, prompt_ids, max_new_tokens, **options))         # which checks the prompt
     return cat([prompt_ids, *tokens], dim=1)

@@ -2,20 +2,21 @@
 from numbers import Integral
 
 from ..arguments import optional_tensors, require_tensors
-from ..creation import full, zeros
-from ..dtypes import bool_, int64
-from ..ops.shape import cat
-from .cache import KVCache
-from .generator import inference
+from ..creation import tensor
+from ..dtypes import int64
+from .batch import Batch
+from .inference import inference
 from .sampling import check_number
 
 
-def greedy_decode(model, source_ids, bos_id, eos_id, max_new_tokens, source_valid=None, use_cache=True):
+def greedy_decode(model, source_ids, bos_id, eos_id, max_new_tokens, source_valid=None, use_cache=True, *, cache=None, sampler=None,
+                  seed=None):
     """ids [B, n], n ≤ max_new_tokens, without <bos>: at each place the most likely token, until every row has its <eos>.
 
-    model: an `EncoderDecoder`; source_ids, source_valid: [B, Ts]. Rows that ended early go on with <eos>. The cache saves
-    work and changes no token. ValueError where max_new_tokens is negative or more than the model has positions for, and for
-    ids outside the vocabulary.
+    model: an `EncoderDecoder`; source_ids, source_valid: [B, Ts]. Rows that ended early go on with <eos>. The cache, any of
+    `generation`, saves work and changes no token. sampler: a `Sampler` in place of the most likely token; row i draws with seed + i.
+    ValueError where max_new_tokens is negative or more than the model has positions for, or the cache places, and for ids
+    outside the vocabulary.
     """
     check_number("greedy_decode", "max_new_tokens", max_new_tokens, Integral, "an integer")
     if not 0 <= max_new_tokens <= model.max_seq_len:
@@ -27,13 +28,14 @@ def greedy_decode(model, source_ids, bos_id, eos_id, max_new_tokens, source_vali
             raise ValueError(f"greedy_decode: {name} must be one of the {model.vocab_size} ids of the target vocabulary, got {token}")
     require_tensors("greedy_decode", source_ids=source_ids)
     optional_tensors("greedy_decode", source_valid=source_valid)
-    B, device = source_ids.shape[0], source_ids.device
-    ids, ended = full((B, 1), bos_id, dtype=int64, device=device), zeros(B, 1, dtype=bool_, device=device)
-    cache = KVCache(len(model.blocks), model.max_seq_len) if use_cache else None
     with inference(model):
-        source = model.encode(source_ids, source_valid)
-        while ids.shape[1] <= max_new_tokens and not ended.all():
-            logits = model.decode(ids if cache is None else ids[:, -1:], source, cache=cache)
-            best = logits[:, -1].argmax(dim=-1, keepdim=True).masked_fill(ended, eos_id)
-            ids, ended = cat([ids, best], dim=1), ended | (best == eos_id)
-    return ids[:, 1:]
+        batch = Batch(model, cache, use_cache=use_cache, max_rows=max(len(source_ids), 1), source=model.encode(source_ids, source_valid))
+    if batch.limit is not None and max_new_tokens > batch.limit:
+        raise ValueError(f"greedy_decode: the cache has places for {batch.limit} tokens of a row, and max_new_tokens={max_new_tokens}; "
+                         f"allocate a larger one")
+    rows = [batch.add([bos_id], max_new_tokens, sampler=sampler, seed=None if seed is None else seed + row, eos_id=eos_id)
+            for row in range(len(source_ids))]
+    batch.run()
+    n = max((len(row.new_ids) for row in rows), default=0)
+    ids = [row.new_ids + [eos_id] * (n - len(row.new_ids)) for row in rows]
+    return tensor(ids, dtype=int64, device=source_ids.device).reshape(len(rows), n)

@@ -1,4 +1,6 @@
 """What the models share: first weights, positions in padded rows, the loss, and the checks of their inputs."""
+from contextlib import contextmanager
+
 from .. import nn
 from ..arguments import optional_tensors, require_tensors
 from ..nn import functional as F
@@ -29,8 +31,27 @@ def next_token_loss(logits, targets):
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
+@contextmanager
+def reading(model, token_ids, targets=None, valid_tokens=None, position_ids=None, cache=None):
+    """The pass of `model` over token_ids: yields (position_ids, valid_tokens) for its embedding and its blocks, all checked.
+
+    With a cache, valid_tokens are then those of the new tokens; they count in the cache when the pass has come to its end.
+    ValueError, and nothing is changed, where something does not fit.
+    """
+    check_inputs(model, token_ids, targets, valid_tokens, cache, position_ids)
+    B, T = token_ids.shape
+    if cache is None:
+        check_length(model, B, T, valid_tokens)
+        yield positions_of(token_ids, valid_tokens) if position_ids is None else position_ids, valid_tokens
+        return
+    with cache.reading(B, T, valid_tokens) as places:
+        check_end(model, places)
+        device = token_ids.device
+        yield places.position_ids(device) if position_ids is None else position_ids, places.valid_tokens(device)
+
+
 def check_inputs(model, token_ids, targets=None, valid_tokens=None, cache=None, position_ids=None):
-    """How many tokens the cache holds; ValueError, and nothing is changed, where something does not fit `model`."""
+    """TypeError or ValueError where something does not fit `model`."""
     name = type(model).__name__
     require_tensors(name, token_ids=token_ids)
     optional_tensors(name, targets=targets, valid_tokens=valid_tokens, position_ids=position_ids)
@@ -41,13 +62,8 @@ def check_inputs(model, token_ids, targets=None, valid_tokens=None, cache=None, 
     if cache is not None and len(cache.layers) != len(model.blocks):
         raise ValueError(f"{name}: the cache has {len(cache.layers)} layers, the model {len(model.blocks)}; build "
                          f"KVCache(num_layers={len(model.blocks)}, capacity={model.max_seq_len})")
-    past = 0 if cache is None else cache.length
-    check_length(model, *token_ids.shape, valid_tokens, past)
     if targets is not None:
         _check_targets(name, token_ids, targets)
-    if cache is not None:
-        cache.agree_on_padding(valid_tokens)
-    return past
 
 
 def _check_targets(name, token_ids, targets):
@@ -60,12 +76,25 @@ def _check_targets(name, token_ids, targets):
         raise ValueError(f"{name}: targets are all -100: none counts, and their mean would be 0 / 0")
 
 
-def check_length(model, B, T, valid_tokens=None, past=0):
-    """ValueError where `past` + T tokens are more than the model has positions for, or valid_tokens is not [B, past + T]."""
+def check_length(model, B, T, valid_tokens=None):
+    """ValueError where T tokens are more than the model has positions for, or valid_tokens is not [B, T]."""
     name = type(model).__name__
-    if past + T > model.max_seq_len:
-        raise ValueError(f"{name}: {past + T} positions are needed but max_seq_len is {model.max_seq_len}; "
-                         f"pass a shorter sequence or build the model with a larger max_seq_len")
-    if valid_tokens is not None and tuple(valid_tokens.shape) != (B, past + T):
-        raise ValueError(f"{name}: valid_tokens must have one entry for each token, cached ones included, [{B}, {past + T}], "
-                         f"got {tuple(valid_tokens.shape)}")
+    if T > model.max_seq_len:
+        raise ValueError(_too_long(model, T))
+    if valid_tokens is not None and tuple(valid_tokens.shape) != (B, T):
+        raise ValueError(f"{name}: valid_tokens must have one entry for each token, [{B}, {T}], got {tuple(valid_tokens.shape)}")
+
+
+def check_end(model, places):
+    """ValueError where the tokens of a pass over a cache are more than the model has positions for.
+
+    A rolling cache lets a model without a table of positions read on: no token looks farther back than its window.
+    """
+    endless = places.window is not None and getattr(model, "endless_positions", False)
+    if places.end > model.max_seq_len and not endless:
+        raise ValueError(_too_long(model, places.end))
+
+
+def _too_long(model, needed):
+    return (f"{type(model).__name__}: {needed} positions are needed but max_seq_len is {model.max_seq_len}; pass a shorter sequence or "
+            f"build the model with a larger max_seq_len")

@@ -1,6 +1,6 @@
 """The modern decoder-only model: the parts that published models put together since GPT-2, in place of MiniGPT's."""
 from .. import nn
-from .common import check_inputs, init_weights, next_token_loss, positions_of
+from .common import init_weights, next_token_loss, reading
 
 
 class Decoder(nn.Module):
@@ -14,6 +14,8 @@ class Decoder(nn.Module):
     SwiGLU      a gated feed-forward network, W_gate, W_up: [Cff, C], W_down: [C, Cff]; Cff = 8C/3 has the size of 4C ungated
     no biases   in any linear layer
     """
+
+    endless_positions = True            # RoPE has no table that ends: with a rolling cache it reads on beyond max_seq_len
 
     def __init__(self, vocab_size, max_seq_len, dim, num_heads, hidden_dim, num_layers, dropout=0.0, num_kv_heads=None,
                  rope_base=10000.0):
@@ -34,12 +36,12 @@ class Decoder(nn.Module):
 
         position_ids [T] or [B, T] are what RoPE turns by; only their differences matter.
         """
-        past = check_inputs(self, token_ids, targets, valid_tokens, cache, position_ids)
-        if position_ids is None and valid_tokens is not None:
-            position_ids = positions_of(token_ids, valid_tokens, past)                  # once, for all layers
-        x = self.embedding(token_ids)                                                   # [B, T, C]
-        for i, block in enumerate(self.blocks):
-            x = block(x, causal=True, valid_tokens=valid_tokens, cache=None if cache is None else cache.layer(i),
-                      position_ids=position_ids)
+        with reading(self, token_ids, targets, valid_tokens, position_ids, cache) as (positions, valid_tokens):
+            x = self.embedding(token_ids)                                               # [B, T, C]
+            if position_ids is not None or valid_tokens is not None:                    # else RoPE counts by itself
+                position_ids = positions
+            for i, block in enumerate(self.blocks):
+                x = block(x, causal=True, valid_tokens=valid_tokens, cache=None if cache is None else cache.layer(i),
+                          position_ids=position_ids)
         logits = self.lm_head(self.final_norm(x))                                       # [B, T, V_vocab]
         return logits, None if targets is None else next_token_loss(logits, targets)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 from .. import nn
 from ..nn.positions import InputEmbedding
 from ..tensor import Tensor
-from .common import check_inputs, init_weights, next_token_loss, positions_of
+from .common import check_inputs, init_weights, next_token_loss, reading
 from .encoder import Encoder
 
 
@@ -13,6 +13,13 @@ class Source(NamedTuple):
     states: Tensor                  # [B, Ts, C], the encoder's
     keys_values: list               # of each decoder layer: K, V, each [B, H, Ts, Dh]
     valid_tokens: Tensor | None     # [B, Ts], True = a real token
+
+    def select(self, rows):
+        """The source of these rows, a list of numbers."""
+        if rows == list(range(self.states.shape[0])):
+            return self
+        return Source(self.states[rows], [(k[rows], v[rows]) for k, v in self.keys_values],
+                      None if self.valid_tokens is None else self.valid_tokens[rows])
 
 
 class DecoderBlock(nn.Module):
@@ -86,17 +93,17 @@ class EncoderDecoder(nn.Module):
     def decode(self, target_ids, source, target_valid=None, position_ids=None, cache=None, return_weights=False):
         """logits [B, T, V_target], or (logits, [the cross-attention weights [B, H, T, Ts] of each layer]) if return_weights.
 
-        cache: a `generation.KVCache` for the self-attention; target_ids then holds only the tokens that it has not seen, and
-        target_valid all of them, [B, past + T].
+        cache: a cache of `generation` for the self-attention; target_ids then holds only the tokens that it has not seen, and
+        target_valid those, [B, T], or all, [B, past + T].
         """
-        past = check_inputs(self, target_ids, None, target_valid, cache, position_ids)
-        self._check_source(source, target_ids)
-        if position_ids is None:
-            position_ids = positions_of(target_ids, target_valid, past)
-        x, weights = self.embedding(target_ids, position_ids), []                       # [B, T, C]
-        for i, (block, keys_values) in enumerate(zip(self.blocks, source.keys_values)):
-            x, seen = block(x, keys_values, target_valid, source.valid_tokens, None if cache is None else cache.layer(i), return_weights)
-            weights.append(seen)
+        weights = []
+        with reading(self, target_ids, None, target_valid, position_ids, cache) as (position_ids, target_valid):
+            self._check_source(source, target_ids)
+            x = self.embedding(target_ids, position_ids)                                # [B, T, C]
+            for i, (block, keys_values) in enumerate(zip(self.blocks, source.keys_values)):
+                layer = None if cache is None else cache.layer(i)
+                x, seen = block(x, keys_values, target_valid, source.valid_tokens, layer, return_weights)
+                weights.append(seen)
         logits = self.lm_head(self.final_norm(x))                                       # [B, T, V_target]
         return (logits, weights) if return_weights else logits
 

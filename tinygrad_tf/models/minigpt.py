@@ -1,7 +1,7 @@
 """MiniGPT: the decoder-only language model of the guide's section 13, and its pre-norm sibling from the same parts."""
 from .. import nn
 from ..nn.positions import InputEmbedding
-from .common import check_inputs, init_weights, next_token_loss, positions_of
+from .common import init_weights, next_token_loss, reading
 
 
 class MiniGPT(nn.Module):
@@ -26,15 +26,13 @@ class MiniGPT(nn.Module):
     def forward(self, token_ids, targets=None, valid_tokens=None, position_ids=None, cache=None):
         """(logits, loss); loss is None without targets. Targets are the ids one place ahead, −100 where none counts.
 
-        cache: a `generation.KVCache`; token_ids then holds only the tokens that the cache has not seen, and valid_tokens
-        all of them, [B, past + T]. In padded rows positions count from the first real token, unless position_ids [B, T]
-        says otherwise. Raises ValueError for shapes that do not fit, IndexError for ids outside the vocabulary.
+        cache: a cache of `generation`; token_ids then holds only the tokens that it has not seen, and valid_tokens those, [B, T],
+        or all, [B, past + T]. In padded rows positions count the real tokens, unless position_ids [B, T] says otherwise.
+        Raises ValueError for shapes that do not fit, IndexError for ids outside the vocabulary.
         """
-        past = check_inputs(self, token_ids, targets, valid_tokens, cache, position_ids)
-        if position_ids is None:
-            position_ids = positions_of(token_ids, valid_tokens, past)
-        x = self.embedding(token_ids, position_ids)                                     # [B, T, C]
-        for i, block in enumerate(self.blocks):
-            x = block(x, causal=True, valid_tokens=valid_tokens, cache=None if cache is None else cache.layer(i))
+        with reading(self, token_ids, targets, valid_tokens, position_ids, cache) as (position_ids, valid_tokens):
+            x = self.embedding(token_ids, position_ids)                                 # [B, T, C]
+            for i, block in enumerate(self.blocks):
+                x = block(x, causal=True, valid_tokens=valid_tokens, cache=None if cache is None else cache.layer(i))
         logits = self.lm_head(self.final_norm(x))                                       # [B, T, V_vocab]
         return logits, None if targets is None else next_token_loss(logits, targets)

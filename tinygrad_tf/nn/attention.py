@@ -6,7 +6,7 @@ import math
 from contextlib import contextmanager
 from numbers import Integral
 
-from ..arguments import optional_tensors, require_tensors
+from ..arguments import checked_probability, described, optional_functions, optional_tensors, require_bools, require_tensors
 from ..creation import empty, zeros
 from ..dtypes import bool_
 from ..ops.shape import cat
@@ -15,7 +15,7 @@ from . import functional as F
 from . import init
 from .layers import Linear
 from .masked_attention import check_added, checked_allowed, weigh
-from .masks import and_masks, described, sliding_window_mod
+from .masks import and_masks, sliding_window_mod
 from .module import Module, Parameter
 from .positions import checked_positions, count_positions
 
@@ -59,10 +59,8 @@ class MultiHeadAttention(Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(dim, num_heads, num_kv_heads)
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"MultiHeadAttention: dropout probability has to be between 0 and 1, but got {dropout}")
         self.dim, self.num_heads, self.num_kv_heads, self.head_dim = dim, num_heads, num_kv_heads, dim // num_heads
-        self.dropout, self.window = dropout, window
+        self.dropout, self.window = checked_probability("MultiHeadAttention", "dropout", dropout), window
         self.q_proj = Linear(dim, dim, bias)
         self.k_proj = Linear(dim, num_kv_heads * self.head_dim, bias)
         self.v_proj = Linear(dim, num_kv_heads * self.head_dim, bias)
@@ -86,7 +84,8 @@ class MultiHeadAttention(Module):
 
         context [B, Tk, C]      where keys and values come from, instead of x: cross-attention (guide 9.7); or their pair (k, v)
                                 from `keys_and_values(context)`, which a decoder computes once
-        causal                  no query sees a later key; after a cache, the queries are the last T of the Tk positions
+        causal                  no query sees a later key; after a cache, the queries are the last T of the Tk positions. In a model's
+                                pass over a cache whose rows differ (generation/places.py) every query is causal anyway
         valid_tokens [B, Tk]    False keys are not seen; False queries (without context) give zeros, after out_proj
         allowed                 True = may attend: [T, Tk], [B, 1, T, Tk] or [B, H, T, Tk]
         mask_mod, score_mod     functions of F.attention. A key is seen if all of these masks allow it: one twice is harmless
@@ -97,27 +96,35 @@ class MultiHeadAttention(Module):
 
         A query without any key gives b_O, and passes no gradient to the scores.
         """
+        require_bools("MultiHeadAttention", return_weights=return_weights)
+        optional_functions("MultiHeadAttention", mask_mod=mask_mod, score_mod=score_mod)
         self._check_inputs(x, context, causal, cache)
         shape = (x.shape[0], self.num_heads, x.shape[1], self._number_of_keys(x, context, cache))
-        valid_tokens = _checked_tokens(valid_tokens, shape, x.device)
+        ragged = _ragged_places(cache, allowed, mask_mod, score_mod)
+        valid_tokens = _checked_tokens(valid_tokens, shape[0], shape[2 if ragged else 3], x.device)
         _check_position_ids(position_ids, context, x)
-        positions = count_positions(shape[3], valid_tokens, x.device) if self._uses_positions() else None
-        allowed = checked_allowed(allowed, shape)
-        mask_mod, window = self._window_as(mask_mod, positions, valid_tokens, return_weights)
-        bias = self._bias(shape, positions if position_ids is None or cache is not None else position_ids)
+        queries, keys = self._positions(shape, valid_tokens, ragged, x.device)
+        turn = self._turn(queries, position_ids, valid_tokens, shape)
+        bias = self._bias(shape, *((queries, keys) if position_ids is None or cache is not None else (position_ids, position_ids)))
+        if ragged:
+            seen = {"allowed": ragged.allowed(x.device, self.window)}
+        else:
+            mask_mod, window = self._window_as(mask_mod, keys, valid_tokens, return_weights)
+            seen = {"allowed": checked_allowed(allowed, shape), "mask_mod": mask_mod, "causal": causal or self.window is not None,
+                    "window": window, "valid_tokens": valid_tokens}
         q = split_heads(self.q_proj(x), self.num_heads)
         k, v = context if isinstance(context, tuple) else self.keys_and_values(x if context is None else context)
         if self.rope is not None:
-            at = self._places(positions, position_ids, valid_tokens, shape)
-            q, k = self.rope(q, **at), self.rope(k, **at)
+            q, k = self.rope(q, **turn), self.rope(k, **turn)
         with _unchanged_on_error(cache):
             k, v = (k, v) if cache is None else cache.update(k, v)
-            out = F.attention(q, k, v, allowed, bias, mask_mod, score_mod, causal or self.window is not None, window,
-                              self.dropout if self.training else 0.0, return_weights=return_weights, valid_tokens=valid_tokens)
+            out = F.attention(q, k, v, bias=bias, score_mod=score_mod, dropout_p=self.dropout if self.training else 0.0,
+                              return_weights=return_weights, **seen)
         out, weights = out if return_weights else (out, None)
         out = self.out_proj(join_heads(out))
         if valid_tokens is not None and context is None:        # after the projection, whose bias would fill them again
-            out = out.masked_fill(~_of_queries(valid_tokens, shape)[..., None], 0.0)
+            real = valid_tokens if ragged else _of_queries(valid_tokens, shape)
+            out = out.masked_fill(~real[..., None], 0.0)
         return (out, weights) if return_weights else out
 
     def keys_and_values(self, source):
@@ -127,11 +134,22 @@ class MultiHeadAttention(Module):
     def _uses_positions(self):
         return any(part is not None for part in (self.rope, self.relative_bias, self.window))
 
-    def _places(self, positions, position_ids, valid_tokens, shape):
-        """Where the new tokens stand, as rope is told: from the length of the cache on, unless there is more to say."""
-        if position_ids is None and valid_tokens is None:
+    def _positions(self, shape, valid_tokens, ragged, device):
+        """Where the new tokens and all keys stand, padding not counted; None, None where nobody asks."""
+        if not self._uses_positions():
+            return None, None
+        if ragged:
+            return ragged.position_ids(device), ragged.key_ids(device)
+        keys = count_positions(shape[3], valid_tokens, device)
+        return _of_queries(keys, shape), keys
+
+    def _turn(self, queries, position_ids, valid_tokens, shape):
+        """What rope is told of where the new tokens stand: from the length of the cache on, unless there is more to say."""
+        if position_ids is not None:
+            return {"position_ids": position_ids}
+        if valid_tokens is None and (queries is None or queries.ndim == 1):
             return {"offset": shape[3] - shape[2]}
-        return {"position_ids": _of_queries(positions, shape) if position_ids is None else position_ids}
+        return {"position_ids": queries}
 
     def _number_of_keys(self, x, context, cache):
         if context is not None:
@@ -141,7 +159,8 @@ class MultiHeadAttention(Module):
         if not (hasattr(cache, "length") and hasattr(cache, "update")):
             raise TypeError(f"MultiHeadAttention: a cache must have `length`, the number of tokens that it holds, and update(k, v), "
                             f"got {type(cache).__name__}; see generation.KVCache and its layer(i)")
-        return cache.length + x.shape[1]
+        places = getattr(cache, "places", None)
+        return cache.length + x.shape[1] if places is None else places.num_keys
 
     def _window_as(self, mask_mod, positions, valid_tokens, return_weights):
         """(mask_mod, window) for F.attention. The window counts real tokens: padding between them takes no place in it.
@@ -156,11 +175,11 @@ class MultiHeadAttention(Module):
             return window(b, h, positions[b, q_idx], positions[b, kv_idx])
         return window_of_tokens if mask_mod is None else and_masks(mask_mod, window_of_tokens), None
 
-    def _bias(self, shape, positions):
+    def _bias(self, shape, queries, keys):
         """What relative_bias adds to the scores, to broadcast over shape = [B, H, T, Tk]."""
         if self.relative_bias is None:
             return None
-        bias = self.relative_bias(_of_queries(positions, shape), positions)
+        bias = self.relative_bias(queries, keys)
         bias = bias[None] if isinstance(bias, Tensor) and bias.ndim == 3 else bias
         check_added("relative_bias", bias, shape)
         return bias
@@ -196,6 +215,17 @@ def _is_one_run(valid):
     return bool((begins.sum(axis=1) + valid[:, :1].sum(axis=1) <= 1).all())
 
 
+def _ragged_places(cache, *by_index):
+    """The `Places` of a model's pass in which rows hold different numbers of tokens, so that key j is not token j; else None."""
+    places = getattr(cache, "places", None)
+    if places is None or places.aligned:
+        return None
+    if any(restriction is not None for restriction in by_index):
+        raise ValueError("MultiHeadAttention: `allowed`, `mask_mod` and `score_mod` speak of columns, and the rows of this cache differ in "
+                         "length, or it rolls: read them with one cache a row, or without one")
+    return places
+
+
 @contextmanager
 def _unchanged_on_error(cache):
     """Within it, an error makes the cache forget what came meanwhile: a score_mod runs when the keys are already in."""
@@ -227,15 +257,14 @@ def _check_pair(pair, B, Hkv, Dh):
                          f"B={B}, Hkv={Hkv} and Dh={Dh}, got shapes {shapes}")
 
 
-def _checked_tokens(valid_tokens, shape, device):
-    """valid_tokens as booleans on the device of x; ValueError unless it has one entry for each key."""
-    B, Tk = shape[0], shape[3]
+def _checked_tokens(valid_tokens, B, columns, device):
+    """valid_tokens as booleans on the device of x; ValueError unless it is [B, columns]."""
     if valid_tokens is None:
         return None
     if not isinstance(valid_tokens, Tensor):
         raise TypeError(f"MultiHeadAttention: valid_tokens must be a boolean tensor [B, Tk], True = real, got {described(valid_tokens)}")
-    if tuple(valid_tokens.shape) != (B, Tk):
-        raise ValueError(f"valid_tokens must have shape [B,T] = [{B}, {Tk}], one entry for each key (cached ones included), got "
+    if tuple(valid_tokens.shape) != (B, columns):
+        raise ValueError(f"valid_tokens must have shape [B,T] = [{B}, {columns}], one entry for each key (cached ones included), got "
                          f"{tuple(valid_tokens.shape)}")
     if valid_tokens.dtype is not bool_ and not ((valid_tokens == 0) | (valid_tokens == 1)).all():
         raise ValueError(f"MultiHeadAttention: valid_tokens must be boolean, True = a real token, or 0 and 1, got other numbers in "
@@ -263,7 +292,8 @@ class MultiheadAttention(Module):
         super().__init__()
         _check_heads(embed_dim, num_heads, num_heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.dropout, self.add_zero_attn, self.batch_first = dropout, add_zero_attn, batch_first
+        self.dropout = checked_probability("MultiheadAttention", "dropout", dropout)
+        self.add_zero_attn, self.batch_first = add_zero_attn, batch_first
         self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
 
         def parameter(*shape):

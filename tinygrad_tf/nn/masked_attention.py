@@ -1,14 +1,15 @@
 """`attention`: the one call in which heads, masks, biases and score functions compose. `MultiHeadAttention` is made of it."""
 import math
 
+from ..arguments import checked_probability, described, optional_functions, require_bools
 from ..creation import promote_types
 from ..dtypes import bool_, float32
 from ..ops.attention import attention_weights, checked_scale
 from ..ops.dropout import dropout
 from ..ops.index import where
-from ..ops.sdpa import Sight, attend, band, one_mask, with_axes
+from ..ops.sdpa import Sight, attend, band, check_inputs, one_mask, with_axes
 from ..tensor import Tensor
-from .masks import broadcasts_to, described, evaluate, first_query, indices
+from .masks import broadcasts_to, evaluate, first_query, indices
 
 
 def attention(query, key, value, allowed=None, bias=None, mask_mod=None, score_mod=None, causal=False, window=None, dropout_p=0.0,
@@ -29,9 +30,14 @@ def attention(query, key, value, allowed=None, bias=None, mask_mod=None, score_m
     score_mod and return_weights. A query that sees no key gets zeros, and sends no gradient. ValueError or TypeError for what does
     not fit.
     """
+    optional_functions("attention", mask_mod=mask_mod, score_mod=score_mod)
+    require_bools("attention", return_weights=return_weights)
+    dropout_p = checked_probability("attention", "dropout_p", dropout_p)
     _check_heads(query, key, value)
     shape = (*query.shape[:3], key.shape[2])
     sight = _sight(shape, allowed, bias, valid_tokens, mask_mod, causal, window, query_offset, query)
+    if return_weights or score_mod is not None:
+        check_inputs("attention", query, key, value, sight)
     if score_mod is not None:
         restriction = one_mask(query, key, with_axes(query, sight._replace(bias=None)))
         scores = _scores(query, key, scale, score_mod, shape, query_offset, restriction)
@@ -49,7 +55,7 @@ def _sight(shape, allowed, bias, valid_tokens, mask_mod, causal, window, query_o
     if not isinstance(causal, bool):
         raise TypeError(f"attention: causal must be a bool, True or False, got {described(causal)}; a mask goes to `allowed`")
     check_added("bias", bias, shape)
-    first = first_query(*shape[2:], query_offset)
+    first = first_query(*shape[2:], query_offset, "attention")
 
     def mod(rows, keys):
         return evaluate(mask_mod, shape, first, query.device, rows, keys)
@@ -83,7 +89,7 @@ def _mean(A, V, allowed):
 
 def _scores(query, key, scale, score_mod, shape, query_offset, restriction):
     """score_mod(scale · Q Kᵀ, …), at least in float32.    [B, H, Tq, Tk]"""
-    scale = checked_scale(query, scale)
+    scale, dtypes = checked_scale("attention", query, scale), [query.dtype, float32]
     if query.element_size() < 4:
         query, key = query.float(), key.float()
     scores = _products(query * scale, key)
@@ -96,6 +102,9 @@ def _scores(query, key, scale, score_mod, shape, query_offset, restriction):
         raise ValueError(f"attention: score_mod must return scores of the shape that it gets, [B, H, Tq, Tk] = {list(shape)}, got "
                          f"{described(scores)}")
     check_added("the result of score_mod", scores, shape)
+    if scores.dtype not in dtypes:
+        raise RuntimeError(f"attention: score_mod must return scores of the dtype that it gets, {query.dtype}, got {scores.dtype}; convert "
+                           f"with .to(score.dtype)")
     return scores
 
 

@@ -4,16 +4,19 @@
     ..._mask(…) → bool [Tq, Tk] or [B, 1, T, T]         the same at all positions;  True = may attend, as in `allowed`
 
 A mod gets int64 tensors, b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [Tq, 1], kv_idx [1, Tk], and returns a bool tensor that broadcasts
-to [B, H, Tq, Tk]: the convention of PyTorch's FlexAttention. The queries are the last Tq of the Tk positions (with a cache the
-new tokens are), unless query_offset gives the position of the first. A mask says what is connected; to skip the work of what
-is not takes a kernel that knows the pattern (guide 2.2).
+to [B, H, Tq, Tk]: the convention of PyTorch's FlexAttention. Large scores are computed in tiles, and for each of them a mod is asked
+with the q_idx and kv_idx of the tile alone. The queries are the last Tq of the Tk positions (with a cache the new tokens are),
+unless query_offset gives the position of the first. A mask says what is connected; to skip the work of what is not takes a kernel
+that knows the pattern (guide 2.2).
 """
 from functools import reduce
-from operator import and_, index, or_
+from operator import and_, or_
 
+from ..arguments import described, require_functions, whole_number
 from ..autograd import constant
 from ..creation import arange, as_tensor, eye, ones
 from ..dtypes import bool_, float32
+from ..ops.sdpa import checked_offset
 from ..tensor import Tensor
 
 # --- mods -------------------------------------------------------------------------------------------------------------
@@ -31,19 +34,19 @@ def causal_mod(b, h, q_idx, kv_idx):
 
 def sliding_window_mod(width):
     """max(0, i − width + 1) ≤ j ≤ i: causal, and at most `width` keys, the query's own among them.        (guide 2.2)"""
-    width = _at_least("sliding_window", "width", width, 1)
+    width = _distance("sliding_window", "width", width, 1)
     return lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx > q_idx - width)
 
 
 def local_mod(radius):
     """|i − j| ≤ radius: not causal, up to 2 · radius + 1 keys. The guide calls both this and the width `window`."""
-    radius = _at_least("local", "radius", radius, 0)
+    radius = _distance("local", "radius", radius, 0)
     return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= radius
 
 
 def block_sparse_mod(block_size, blocks):
     """blocks[i // block_size, j // block_size].    blocks: bool [nb, nb], or a function of the two numbers of blocks"""
-    block_size = _at_least("block_sparse", "block_size", block_size, 1)
+    block_size = _distance("block_sparse", "block_size", block_size, 1)
     if not callable(blocks):
         _require_bool("block_sparse: blocks", blocks)
 
@@ -90,12 +93,12 @@ def packing_mod(segment_ids, causal=True):
 
 def and_masks(*mods):
     """What all mods allow."""
-    return _combined(and_, mods)
+    return _Combined(and_, mods)
 
 
 def or_masks(*mods):
     """What any of the mods allows."""
-    return _combined(or_, mods)
+    return _Combined(or_, mods)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -133,7 +136,8 @@ def block_sparse_mask(T, block_size, blocks, device=None):
 def global_token_mask(T, radius, global_tokens, causal=False, device=None):
     """[T, T], `global_token_mod`. ValueError for a global token that is not one of the T positions."""
     mod = global_token_mod(radius, global_tokens, causal)
-    beyond = [g for g in _positions(global_tokens) if g >= T]
+    tokens = _positions(global_tokens)
+    beyond = tokens[T:] if isinstance(tokens, range) else [g for g in tokens if g >= T]
     if beyond:
         raise ValueError(f"global_token: positions {beyond} are beyond the {T} tokens that there are")
     return _plane(mod, T, None, None, device)
@@ -163,13 +167,45 @@ def evaluate(mod, shape, query_offset=None, device=None, rows=None, keys=None):
 
     rows, keys: ranges, for a tile of it.
     """
-    found = mod(*indices(shape, query_offset, device, rows, keys))
-    shape = (*shape[:2], shape[2] if rows is None else len(rows), shape[3] if keys is None else len(keys))
-    _require_bool("mask_mod", found)
-    if not broadcasts_to(found.shape, shape):
-        raise ValueError(f"mask_mod: must return what broadcasts to [B, H, Tq, Tk] = {list(shape)}, got {tuple(found.shape)}; combine its "
-                         f"arguments b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [Tq, 1] and kv_idx [1, Tk] by broadcasting")
-    return found
+    require_functions("masks", mask_mod=mod)
+    rows, keys = range(shape[2]) if rows is None else rows, range(shape[3]) if keys is None else keys
+    return _answer(mod, indices(shape, query_offset, device, rows, keys), shape, rows, keys)
+
+
+def _answer(mod, where, shape, rows, keys):
+    """What a mod says of a tile; of the parts of an and_masks each by itself, as each may be a table."""
+    if isinstance(mod, _Combined):
+        return reduce(mod.operation, (_answer(part, where, shape, rows, keys) for part in mod.mods))
+    tile = (*shape[:2], len(rows), len(keys))
+    try:
+        found = mod(*where)
+    except RuntimeError as error:
+        if tile == shape or type(error) is not RuntimeError:
+            raise
+        raise RuntimeError(f"{error}; this came of a mask_mod {_asked_for(shape, rows, keys)}: a table in it is read at q_idx and "
+                           f"kv_idx") from error
+    _require_bool("mask_mod: what it returns", found)
+    part = found if broadcasts_to(found.shape, tile) else _cut(found, shape, rows, keys)
+    if not broadcasts_to(part.shape, tile):
+        raise ValueError(f"mask_mod: {_asked_for(shape, rows, keys)}, it must return what broadcasts to {list(tile)}, got "
+                         f"{tuple(found.shape)}; combine its arguments b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [{len(rows)}, 1] and kv_idx "
+                         f"[1, {len(keys)}] by broadcasting")
+    return part
+
+
+def _asked_for(shape, rows, keys):
+    """For which tile, in an error."""
+    whole = f"[B, H, Tq, Tk] = {list(shape)}"
+    if (len(rows), len(keys)) == shape[2:]:
+        return f"asked for {whole}"
+    return f"asked tile by tile, here for queries {rows.start} to {rows.stop - 1} and keys {keys.start} to {keys.stop - 1} of {whole}"
+
+
+def _cut(found, shape, rows, keys):
+    """The tile of an answer that does not heed q_idx or kv_idx, such as a table [Tq, Tk]: it says the same as where nothing is tiled."""
+    if found.ndim > 1 and found.shape[-2] == shape[2]:
+        found = found[..., rows.start:rows.stop, :]
+    return found[..., keys.start:keys.stop] if found.ndim and found.shape[-1] == shape[3] else found
 
 
 def indices(shape, query_offset=None, device=None, rows=None, keys=None):
@@ -188,9 +224,9 @@ def broadcasts_to(shape, full):
     return len(shape) <= len(full) and all(n in (1, m) for n, m in zip(shape[::-1], full[::-1]))
 
 
-def first_query(Tq, Tk, query_offset):
+def first_query(Tq, Tk, query_offset, op="mask"):
     """The position of query 0 among the keys: Tk − Tq (aligned at the end) for None; 0 aligns top-left, as PyTorch does."""
-    return Tk - Tq if query_offset is None else _integer("query_offset", query_offset)
+    return Tk - Tq if query_offset is None else checked_offset(op, query_offset)
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -210,7 +246,7 @@ def receptive_field(allowed, layers=1):
     if allowed.ndim != 2 or allowed.shape[0] != allowed.shape[1]:
         raise ValueError(f"receptive_field: allowed must be [T, T], every position once as query and once as key, got "
                          f"{tuple(allowed.shape)}")
-    layers = _at_least("receptive_field", "layers", layers, 0)
+    layers = whole_number("receptive_field", "layers", layers, 0)
     step = (allowed | eye(len(allowed), dtype=bool_, device=allowed.device)).to(float32)
     reached = eye(len(allowed), device=allowed.device)
     for _ in range(layers):
@@ -221,8 +257,8 @@ def receptive_field(allowed, layers=1):
 # --- inside -----------------------------------------------------------------------------------------------------------
 
 def _plane(mod, Tq, Tk, query_offset, device):
-    Tq = _at_least("mask", "T", Tq, 0)
-    Tk = Tq if Tk is None else _at_least("mask", "Tk", Tk, 0)
+    Tq = whole_number("mask", "T", Tq, 0)
+    Tk = Tq if Tk is None else whole_number("mask", "Tk", Tk, 0)
     return evaluate(mod, (1, 1, Tq, Tk), query_offset, device)
 
 
@@ -235,17 +271,25 @@ def _look_up(op, table, rows, columns):
     return table.to(columns.device)[rows, columns]
 
 
-def _combined(operation, mods):
-    if not mods:
-        raise ValueError("and_masks and or_masks need at least one mod")
-    return lambda b, h, q_idx, kv_idx: reduce(operation, (mod(b, h, q_idx, kv_idx) for mod in mods))
+class _Combined:
+    """The mod that and_masks or or_masks makes of mods."""
+
+    def __init__(self, operation, mods):
+        if not mods:
+            raise ValueError("and_masks and or_masks need at least one mod")
+        for mod in mods:
+            require_functions("and_masks and or_masks", mod=mod)
+        self.operation, self.mods = operation, mods
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return reduce(self.operation, (mod(b, h, q_idx, kv_idx) for mod in self.mods))
 
 
 def _member_of(global_tokens):
     """A function of positions: is it a global one?"""
     tokens = _positions(global_tokens)
     if isinstance(tokens, range):
-        return lambda idx: (idx >= 0) & (idx < len(tokens))
+        return lambda idx: (idx >= 0) & (idx < tokens.stop)
     return lambda idx: (idx.unsqueeze(-1) == as_tensor(tokens, dtype=idx.dtype, device=idx.device)).any(dim=-1)
 
 
@@ -254,24 +298,13 @@ def _positions(global_tokens):
     if isinstance(global_tokens, Tensor):
         global_tokens = global_tokens.tolist()
     if isinstance(global_tokens, (list, tuple, range)):
-        return [_at_least("global_token", "each of global_tokens", g, 0) for g in global_tokens]
-    return range(_at_least("global_token", "global_tokens", global_tokens, 0))
+        return [whole_number("global_token", "each of global_tokens", g, 0) for g in global_tokens]
+    return range(_distance("global_token", "global_tokens", global_tokens, 0))
 
 
-def _integer(name, value):
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-
-
-def _at_least(op, name, value, least):
-    value = _integer(f"{op}: {name}", value)
-    if value < least:
-        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
-    return value
+def _distance(op, name, value, least):
+    """A whole number of positions; beyond 2⁶² one as good as another, and sums with a position stay within int64."""
+    return min(whole_number(op, name, value, least), 1 << 62)
 
 
 def _require_bool(what, x, shape=None):
@@ -279,10 +312,3 @@ def _require_bool(what, x, shape=None):
         raise TypeError(f"{what} must be a bool tensor (True = may attend, or is real), got {described(x)}; compare, or .bool()")
     if shape is not None and x.ndim != 2:
         raise ValueError(f"{what} must have shape {shape}, got {tuple(x.shape)}")
-
-
-def described(x):
-    """What x is, in an error."""
-    if isinstance(x, tuple):
-        return f"({', '.join(map(described, x))})"
-    return f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"{x!r:.40} ({type(x).__name__})"

@@ -167,18 +167,20 @@ class RotaryEmbedding(Module):
 
     def forward(self, x, position_ids=None, offset=0):
         """x turned. The first token stands at `offset` (the length of the cache), or each where position_ids says."""
+        return rotary(x, *self.turns(x, position_ids, offset), self.layout)
+
+    def turns(self, x, position_ids=None, offset=0):
+        """(cos, sin) of the angles by which the pairs of each token are turned.    [T, R/2], or [B, 1, T, R/2] for ids [B, T]"""
         require_tensors("RotaryEmbedding", x=x)
         if x.ndim < 2 or x.shape[-1] != self.head_dim:
             raise ValueError(f"RotaryEmbedding: x must be [B, H, T, Dh] with Dh={self.head_dim}, got {tuple(x.shape)}; split the heads "
                              f"first")
         if position_ids is None:
-            cos, sin = self._rows_from(x, offset)
-        elif offset:
+            return self._rows_from(x, offset)
+        if offset:
             raise ValueError(f"RotaryEmbedding: position_ids are absolute positions; pass them or offset={offset}, not both")
-        else:
-            positions = checked_positions("RotaryEmbedding", x, position_ids)
-            cos, sin = self._rows_at(x, positions.array, self._end_of(positions))
-        return rotary(x, cos, sin, self.layout)
+        positions = checked_positions("RotaryEmbedding", x, position_ids)
+        return self._rows_at(x, positions.array, self._end_of(positions))
 
     def _rows_from(self, x, offset):
         """cos and sin of T positions in a row, as views of the tables.    [T, R/2]"""

@@ -8,7 +8,7 @@ from numbers import Real
 
 import numpy as np
 
-from ..arguments import type_name
+from ..arguments import described, require_bools
 from ..autograd import Function, constant
 from ..backend import array_module, at_least_float32
 from ._rows import dot_along, max_along, sum_along
@@ -173,24 +173,30 @@ def _is_finite(*arrays):
 
 def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
     """The weights alone, [..., Tq, Tk], for those who show them: what scaled_dot_product_attention multiplies `value` by."""
-    _check("attention_weights", query, key, attn_mask, is_causal)
+    require_bools("attention_weights", is_causal=is_causal, enable_gqa=enable_gqa)
+    _check("attention_weights", query, key, attn_mask)
+    _check_alone("attention_weights", attn_mask, is_causal)
     grouped = enable_gqa and _heads(query) != _heads(key)
     if grouped:
         attn_mask = group_mask("attention_weights", query, shared_heads("attention_weights", query, key, key), attn_mask)
         query, key, _ = group("attention_weights", query, key, key)
     _score_shape("attention_weights", query, key, key, attn_mask)
-    p = AttentionWeights.apply(query, key, _bias(query, key, attn_mask, is_causal), checked_scale(query, scale))
+    p = AttentionWeights.apply(query, key, _bias(query, key, attn_mask, is_causal),
+                               checked_scale("attention_weights", query, scale))
     return p.flatten(-4, -3) if grouped else p
 
 
-def checked_scale(query, scale):
+def checked_scale(op, query, scale):
     """The number that scores are multiplied by, 1/√Dh for None; TypeError for a tensor, which would get no gradient."""
     if scale is None:
         return 1 / math.sqrt(max(query.array.shape[-1], 1))
     if not isinstance(scale, Real):
-        raise TypeError(f"attention: scale must be a number, got {type_name(scale)}; one that is learned multiplies the query: "
+        raise TypeError(f"{op}: scale must be a number, got {described(scale)}; one that is learned multiplies the query: "
                         f"query * scale, with scale=1.0 here")
-    return float(scale)
+    try:
+        return float(scale)
+    except OverflowError:
+        raise ValueError(f"{op}: scale must lie within the range of a float, got {described(scale)}") from None
 
 
 def _bias(query, key, attn_mask, is_causal):
@@ -244,7 +250,7 @@ def _shape(x):
     return tuple(x.array.shape)
 
 
-def _check(op, query, key, attn_mask, is_causal):
+def _check(op, query, key, attn_mask):
     if query.ndim < 2 or key.ndim < 2:
         raise RuntimeError(f"{op}: query, key and value need at least 2 axes, [..., T, Dh], got query {_shape(query)}, key {_shape(key)}")
     if query.array.dtype.kind != "f" or query.array.dtype != key.array.dtype:
@@ -253,14 +259,15 @@ def _check(op, query, key, attn_mask, is_causal):
     if query.array.shape[-1] != key.array.shape[-1]:
         raise RuntimeError(f"{op}: query {_shape(query)} and key {_shape(key)} must agree in their last axis, Dh: each score is their "
                            f"dot product")
-    if attn_mask is None:
-        return
-    if is_causal:
-        raise RuntimeError(f"{op}: an explicit attn_mask should not be set when is_causal=True; drop is_causal and combine the two: "
-                           f"attn_mask & torch.ones(Tq, Tk, dtype=torch.bool).tril()")
-    if attn_mask.array.dtype not in (bool, np.float32, query.array.dtype):
+    if attn_mask is not None and attn_mask.array.dtype not in (bool, np.float32, query.array.dtype):
         raise RuntimeError(f"{op}: attn_mask must be bool (True attends), or added to the scores as float32 or as query's dtype "
                            f"{query.dtype}, got {attn_mask.dtype}; convert with .bool() or .to(query.dtype)")
+
+
+def _check_alone(op, attn_mask, is_causal):
+    if is_causal and attn_mask is not None:
+        raise RuntimeError(f"{op}: an explicit attn_mask should not be set when is_causal=True; drop is_causal and combine the two: "
+                           f"attn_mask & torch.ones(Tq, Tk, dtype=torch.bool).tril()")
 
 
 def _check_value(op, query, key, value):

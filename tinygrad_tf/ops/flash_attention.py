@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..arguments import require_tensors
 from ..autograd import Function, constant, no_grad, observing
 from ..backend import CPU, array_module, at_least_float32, sum_to, to_device
 from ..philox import keep_tile
@@ -225,6 +226,7 @@ def keep_mask(output):
 
     ValueError where no TiledAttention with dropout is the last operation, reshapes aside.
     """
+    require_tensors("keep_mask", output=output)
     node = output.node
     while node is not None and node.name == "Reshape":
         node = node.inputs[0]

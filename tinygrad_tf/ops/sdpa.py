@@ -8,19 +8,20 @@ emulator    ops/kernel_attention.py  that very kernel, run on the CPU: slow, for
 They differ by rounding, and in what they draw for dropout. By default the size of the scores decides.
 """
 import math
-import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
-from operator import and_, index
+from operator import and_
 from typing import NamedTuple
 
 import numpy as np
 
+from ..arguments import checked_probability, described, require_bools, warn_caller, whole_number
 from ..autograd import constant
 from ..backend import array_module, at_least_float32, check_one_device
+from ..kernels.flash import LONGEST
 from ..philox import draw_key
-from .attention import Attention, _bias, _check, _check_value, _score_shape, _shape, checked_scale, group, group_mask, shared_heads
+from .attention import Attention, _bias, _check, _check_alone, _check_value, _score_shape, checked_scale, group, group_mask, shared_heads
 from .dropout import draw_keep
 from .flash_attention import Band, Plan, TiledAttention
 from .index import where
@@ -33,7 +34,14 @@ DENSE_SCORES_OF_A_BAND = 1 << 21                # causal or a window: tiles save
 DENSE_SCORES_ON_GPU = 1 << 18                   # an estimate
 TILE_SCORES = 1 << 18                           # of a tile, all heads together: 1 MiB of float32, about a core's second cache
 
-_forced = ContextVar("sdpa_backend", default=(None, None))
+_forced = ContextVar("sdpa_backend", default=())        # the _Forced around this place, the innermost last
+
+
+class _Forced:
+    """What one sdpa_backend asks for."""
+
+    def __init__(self, name, tile):
+        self.name, self.tile, self.ended = name, tile, False
 
 
 @contextmanager
@@ -42,13 +50,30 @@ def sdpa_backend(name, tile=None):
 
     name: "dense", "tiled", "cuda" (tensors on a GPU) or "emulator" (the same kernels on the CPU). RuntimeError at the call where it
     cannot serve what is asked. tile: (rows, keys) of a tile, for "tiled". It holds for this thread, and this task of asyncio.
-    Weights that are returned and a score_mod need the whole table of scores, and are dense anywhere.
+    Weights that are returned and a score_mod need the whole table of scores, and are dense anywhere. Two that overlap without one
+    being inside the other (in generators): the later one that still runs is obeyed, and each may end anywhere, in another thread too.
     """
-    token = _forced.set(_checked_backend(name, tile))
+    mine = _Forced(*_checked_backend(name, tile))
+    _forced.set((*(f for f in _forced.get() if not f.ended), mine))
     try:
         yield
     finally:
-        _forced.reset(token)
+        here = _forced.get()
+        mine.ended = mine not in here           # closed by another thread or task: the list where it began cannot be reached
+        _forced.set(tuple(f for f in here if f is not mine))
+
+
+def _obeyed():
+    """(name, tile) of the innermost sdpa_backend that has not ended; (None, None) where there is none."""
+    for forced in reversed(_forced.get()):
+        if not forced.ended:
+            return forced.name, forced.tile
+    return None, None
+
+
+def forced_backend():
+    """The name of the backend that is forced here; None where size decides."""
+    return _obeyed()[0]
 
 
 def _checked_backend(name, tile):
@@ -86,11 +111,8 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     query_offset: where query 0 stands among the keys, for is_causal and window; Tk − Tq aligns the ends.
     window: W, causal, the last W keys; or (left, right), so many keys to each side, None for all.   Neither is PyTorch's.
     """
-    op = "scaled_dot_product_attention"
-    _check(op, query, key, attn_mask, is_causal)
-    is_float = attn_mask is not None and attn_mask.array.dtype != bool
-    sight = Sight(band(op, is_causal, window, query_offset), None if is_float else attn_mask, bias=attn_mask if is_float else None)
-    return attend(op, query, key, value, sight, dropout_p, scale, enable_gqa)
+    return _attention("scaled_dot_product_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, query_offset,
+                      window)
 
 
 def flash_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
@@ -100,49 +122,48 @@ def flash_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=
     Dropout is a stream of its own: see docs/flash_attention.md.                    (guide 10.5)
     """
     with sdpa_backend("tiled", tile):
-        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                                            query_offset=query_offset, window=window)
+        return _attention("flash_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, query_offset, window)
+
+
+def _attention(op, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, query_offset, window):
+    require_bools(op, is_causal=is_causal, enable_gqa=enable_gqa)
+    dropout_p = checked_probability(op, "dropout_p", dropout_p)
+    _check_alone(op, attn_mask, is_causal)
+    is_float = attn_mask is not None and attn_mask.array.dtype != bool
+    sight = Sight(band(op, is_causal, window, query_offset), None if is_float else attn_mask, bias=attn_mask if is_float else None)
+    return attend(op, query, key, value, sight, dropout_p, scale, enable_gqa)
 
 
 def band(op, causal=False, window=None, query_offset=0):
-    """The `Band` of these arguments. ValueError or TypeError for a window that is none."""
+    """The `Band` of these arguments. ValueError or TypeError for a window or an offset that is none."""
     left, right = _sides(op, window)
-    return Band(_whole(op, "query_offset", query_offset), left, 0 if causal else right)
+    return Band(checked_offset(op, query_offset), left, 0 if causal else right)
+
+
+def checked_offset(op, query_offset):
+    """The position of query 0 as an int; ValueError for one that no backend counts to."""
+    first = whole_number(op, "query_offset", query_offset)
+    if not -LONGEST <= first <= LONGEST:
+        raise ValueError(f"{op}: query_offset must lie within ±{LONGEST}, got {described(first)}")
+    return first
 
 
 def _sides(op, window):
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)):
-        return _whole(op, "window: the width", window, least=1) - 1, 0
+        return whole_number(op, "window: the width", window, least=1) - 1, 0
     if len(window) != 2:
         raise ValueError(f"{op}: window must be a number of keys, or (left, right), got {window!r}")
-    return tuple(None if n is None else _whole(op, "each side of window", n, least=0) for n in window)
-
-
-def _whole(op, name, value, least=None):
-    try:
-        number = index(value) if not isinstance(value, bool) else None
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{op}: {name} must be a whole number, got {value!r}")
-    if least is not None and number < least:
-        raise ValueError(f"{op}: {name} must be at least {least}, got {number}")
-    return number
+    return tuple(None if n is None else whole_number(op, "each side of window", n, least=0) for n in window)
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 def attend(op, query, key, value, sight, dropout_p=0.0, scale=None, enable_gqa=False, backend=None):
     """Attention of query, key and value under a `Sight`, on the backend that is given, or forced, or chosen."""
-    masks = (sight.allowed, sight.valid_tokens, sight.bias)
-    check_one_device(op, [x.array for x in (query, key, value, *masks) if x is not None])
-    _check(op, query, key, sight.bias, False)
-    _check_value(op, query, key, value)
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"{op}: dropout probability has to be between 0 and 1, but got {dropout_p}")
-    scale = checked_scale(query, scale)
+    check_inputs(op, query, key, value, sight)
+    scale = checked_scale(op, query, scale)
     if enable_gqa:
         shared_heads(op, query, key, value)
     else:
@@ -157,9 +178,17 @@ def attend(op, query, key, value, sight, dropout_p=0.0, scale=None, enable_gqa=F
     return out.flatten(-4, -3) if enable_gqa else out
 
 
+def check_inputs(op, query, key, value, sight):
+    """RuntimeError unless all are on one device, and query, key and value of one float dtype, and of sizes that agree."""
+    masks = (sight.allowed, sight.valid_tokens, sight.bias)
+    check_one_device(op, [x.array for x in (query, key, value, *masks) if x is not None])
+    _check(op, query, key, sight.bias)
+    _check_value(op, query, key, value)
+
+
 def choose(query, key, value, sight, dropout_p=0.0):
     """(one of BACKENDS, the sight in the form that it takes). RuntimeError where one was forced that cannot."""
-    forced, _ = _forced.get()
+    forced, _ = _obeyed()
     on_gpu = array_module(query.array) is not np
     if forced in ("cuda", "emulator"):
         return forced, _for_kernel(forced, on_gpu, query, key, value, sight, dropout_p)
@@ -204,7 +233,7 @@ def _refusal(query, key, value, sight, dropout_p):
 def _keys_alone(query, key, sight):
     """A mask [B, 1, 1, Tk] says which keys are real: the kernels take it as valid_tokens [B, Tk]."""
     mask = sight.allowed
-    if mask is None or sight.valid_tokens is not None or query.ndim != 4 or _shape(mask)[1:] != (1, 1, key.array.shape[-2]):
+    if mask is None or sight.valid_tokens is not None or query.ndim != 4 or mask.array.shape[1:] != (1, 1, key.array.shape[-2]):
         return sight
     return sight._replace(allowed=None, valid_tokens=mask[:, 0, 0, :].expand(query.array.shape[0], -1))
 
@@ -217,8 +246,8 @@ def _warn_of_wide_heads(query, value):
     widest = max(query.array.shape[-1], value.array.shape[-1])
     if widest > widest_head() and not _warned:
         _warned.add(widest)
-        warnings.warn(f"scaled_dot_product_attention: heads of {widest} features are too wide for the CUDA kernels, which take "
-                      f"{widest_head()}; tiles of ordinary operations are used", stacklevel=5)
+        warn_caller(f"scaled_dot_product_attention: heads of {widest} features are too wide for the CUDA kernels, which take "
+                    f"{widest_head()}; tiles of ordinary operations are used")
 
 
 # --- the backends -----------------------------------------------------------------------------------------------------
@@ -279,7 +308,7 @@ def _kernel(query, key, value, sight, scale):
 
 def _tile(shape, xp):
     """The tile that is forced, or squares of a power of two, so that the scores of all heads stay in the cache.    shape: [..., Tq, Tk]"""
-    forced = _forced.get()[1]
+    _, forced = _obeyed()
     if forced is not None:
         return forced
     scores, largest = (TILE_SCORES, 256) if xp is np else (1 << 24, 2048)       # a GPU wants few launches, not small tiles

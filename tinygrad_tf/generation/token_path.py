@@ -1,0 +1,144 @@
+"""One more token of each row through a model, on bare arrays: the formulas of nn/ without the engine around them.
+
+A decode step is a few dozen small products. Around each of them the engine would make a Tensor, look for its history, and
+check shapes that were right a token ago: together several times the work itself. So where all parts of a model are the
+library's own, as it made them, `next_logits` says the same in NumPy; anything else takes the model's forward pass.
+"""
+import math
+
+import numpy as np
+
+from .. import nn
+from ..autograd import constant, is_observed
+from ..models import Decoder, MiniGPT
+from ..models.common import check_end
+from ..nn.feedforward import GatedFeedForward
+from ..nn.positions import InputEmbedding, LearnedPositions
+from ..ops.activation import Gelu, GeluTanh, Relu, Silu
+from ..ops.rotary import turn
+from ..ops.sdpa import forced_backend
+from .inference import all_modules
+
+# What may stand where; subclasses may do anything, and are not known.
+NORMS = nn.LayerNorm, nn.RMSNorm
+EMBEDDINGS = {MiniGPT: InputEmbedding, Decoder: nn.Embedding}
+PARTS = {nn.TransformerBlock, nn.MultiHeadAttention, nn.FeedForward, nn.Sequential, nn.ModuleList, nn.Linear, nn.Dropout, nn.Embedding,
+         nn.GELU, nn.SiLU, nn.ReLU, nn.RotaryEmbedding, GatedFeedForward, InputEmbedding, LearnedPositions, *NORMS, *EMBEDDINGS}
+
+
+def serves(model):
+    """Whether all parts are known: no hook, no other `forward`, float32 or float64 on the CPU; and nobody watches or forces attention."""
+    if type(model) not in EMBEDDINGS or is_observed() or forced_backend() is not None:
+        return False
+    weight = model.lm_head.weight.array
+    return isinstance(weight, np.ndarray) and weight.dtype.char in "fd" and all(map(_is_known, all_modules(model)))
+
+
+def _is_known(module):
+    state = module.__dict__
+    return not (type(module) not in PARTS or state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state
+                or state.get("rope") is not None or state.get("relative_bias") is not None)         # functions, which are no modules
+
+
+def next_logits(model, ids, cache):
+    """Logits [B, V] after one more token of each row, which the cache then holds.    ids: int64 array [B]"""
+    with cache.reading(len(ids), 1) as places, np.errstate(all="ignore"):
+        check_end(model, places)
+        x, turns = embed(model, ids, places), {}
+        for block, layer in zip(model.blocks, cache.layers):
+            x = through(block, x, layer, places, turns)
+        return linear(model.lm_head, normed(model.final_norm, x))
+
+
+def embed(model, ids, places):
+    """E_token[ids] + E_position[position].    [B] → [B, C]"""
+    if type(model) is Decoder:
+        return model.embedding.weight.array[ids]
+    table = model.embedding.position.weight.array
+    return model.embedding.token.weight.array[ids] + table[places.start if places.aligned else places.queries[:, 0]]
+
+
+def through(block, x, layer, places, turns):
+    """x: [B, C]. Pre-norm or post-norm, as in `TransformerBlock`; dropout does nothing here."""
+    attend = attention(block.attention, normed(block.norm1, x) if block.norm_first else x, layer, places, turns)
+    x = x + attend if block.norm_first else normed(block.norm1, x + attend)
+    if block.norm_first:
+        return x + feed_forward(block.ffn, normed(block.norm2, x))
+    return normed(block.norm2, x + feed_forward(block.ffn, x))
+
+
+def linear(layer, x):
+    """y = x Wᵀ + b"""
+    parameters = layer._parameters
+    y = x @ parameters["weight"].array.T
+    if parameters["bias"] is not None:
+        y += parameters["bias"].array
+    return y
+
+
+def normed(norm, x):
+    """LayerNorm or RMSNorm over C."""
+    if type(norm) is nn.LayerNorm:
+        x = x - (x @ np.ones(x.shape[-1], x.dtype))[:, None] / x.shape[-1]
+    eps = np.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    y = x * (1 / np.sqrt(np.vecdot(x, x)[:, None] / x.shape[-1] + eps))
+    for name, combine in ("weight", np.multiply), ("bias", np.add):
+        parameter = norm._parameters.get(name)
+        if parameter is not None:
+            combine(y, parameter.array, out=y)
+    return y
+
+
+def feed_forward(ffn, x):
+    if type(ffn) is GatedFeedForward:
+        return linear(ffn.down_proj, activated(ffn.activation, linear(ffn.gate_proj, x)) * linear(ffn.up_proj, x))
+    first, activation, _, second = ffn.net
+    return linear(second, activated(activation, linear(first, x)))
+
+
+def activated(activation, x):
+    """The operation itself, without a node around it."""
+    op = {nn.GELU: Gelu, nn.SiLU: Silu, nn.ReLU: Relu}[type(activation)]()
+    if getattr(activation, "approximate", "none") == "tanh":
+        op = GeluTanh()
+    op.needs = (False,)
+    return op.forward(x)
+
+
+def attention(layer, x, cached, places, turns):
+    """softmax(q Kᵀ / √Dh + bias) V with a single query a row.    x: [B, C]
+
+    The G = H / Hkv query heads that share a key head are the rows of one product: q [B, Hkv, G, Dh] · Kᵀ [B, Hkv, Dh, S].
+    """
+    B, Hkv, Dh = len(x), layer.num_kv_heads, layer.head_dim
+    q = linear(layer.q_proj, x).reshape(B, -1, 1, Dh)
+    k, v = (linear(projection, x).reshape(B, Hkv, 1, Dh) for projection in (layer.k_proj, layer.v_proj))
+    if layer.rope is not None:
+        angles = turns.get(layer.rope) or turns.setdefault(layer.rope, _angles(layer.rope, q, places))
+        q, k = (turn(a, *angles, layer.rope.layout) for a in (q, k))
+    K, V = cached.extend(k, v, places)
+    scores = (q.reshape(B, Hkv, -1, Dh) * q.dtype.type(1 / math.sqrt(Dh))) @ K.swapaxes(2, 3)           # [B, Hkv, G, S]
+    allowed = _allowed(layer.window, places)
+    if allowed is not None:
+        scores = np.where(allowed, scores, -np.inf)
+    scores -= scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores, out=scores)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    out = weights @ V
+    if allowed is not None and not np.isfinite(out).all():          # NaN in a slot that nobody sees: 0 · NaN
+        out = weights @ np.where(allowed.swapaxes(2, 3), V, 0)
+    return linear(layer.out_proj, out.reshape(B, -1))
+
+
+def _angles(rope, q, places):
+    at = {"offset": places.start} if places.aligned else {"position_ids": constant(places.queries)}
+    return tuple(t.array for t in rope.turns(constant(q), **at))
+
+
+def _allowed(window, places):
+    """bool [B or 1, 1, 1, S], or None where the query sees all keys."""
+    if not places.aligned:
+        return places.mask(window)
+    if window is None or window >= places.num_keys:
+        return None
+    return (np.arange(places.num_keys) >= places.num_keys - window)[None, None, None]
