@@ -274,6 +274,116 @@ def test_philox_keeps_what_the_array_form_keeps(tile, seed):
     np.testing.assert_array_equal(kept, philox.keep_tile(key, *tile, 0.3, np.float32) > 0)
 
 
+# --- arguments ----------------------------------------------------------------------------------------------------------
+
+ROW, TABLE, COLUMN = (5,), (4, 5), (4,)
+OPERANDS = {                                    # name → the shapes of the operands by name, and the other arguments
+    "softmax": (dict(x=TABLE), ()), "softmax_backward": (dict(dy=TABLE, y=TABLE), ()),
+    "log_softmax": (dict(x=TABLE), ()), "log_softmax_backward": (dict(dy=TABLE, y=TABLE), ()),
+    "cross_entropy": (dict(x=TABLE, target=COLUMN), ()),
+    "cross_entropy_backward": (dict(p=TABLE, target=COLUMN, counted=COLUMN, a=COLUMN), ()),
+    "norm": (dict(x=TABLE, w=ROW, b=ROW), (1e-5, True)), "norm_backward": (dict(dy=TABLE, x_hat=TABLE, r=(4, 1), w=ROW), (True,)),
+    "norm_columns": (dict(dy=TABLE, x_hat=TABLE), (ROW,)), "activation": (dict(x=TABLE), ("gelu", True)),
+    "adam": (dict(p=TABLE, g=TABLE, m=TABLE, v=TABLE, largest=TABLE), (1.0, 1e-3, (0.9, 0.99), 1e-8)),
+}
+every_operand = pytest.mark.parametrize("name, operand", [(name, operand) for name, (shapes, _) in OPERANDS.items() for operand in shapes])
+
+
+def call(name, **changed):
+    shapes, others = OPERANDS[name]
+    arrays = {o: np.zeros(shape, {"target": np.int64, "counted": bool}.get(o, np.float32)) for o, shape in shapes.items()}
+    return getattr(fused, name)(*(arrays | changed).values(), *others)
+
+
+def refused(error, words, launched, name, **changed):
+    """What it says; nothing is launched."""
+    with pytest.raises(error, match=words) as caught:
+        call(name, **changed)
+    assert str(caught.value).startswith(f"fused.{name}: ") and launched == []
+    return str(caught.value)
+
+
+def test_every_function_with_arrays_is_among_them(on_numpy):
+    hosts = [name for name, f in vars(fused).items() if hasattr(f, "__wrapped__")]
+    assert sorted(hosts) == sorted(OPERANDS)
+    for name in OPERANDS:
+        call(name)
+        assert len(on_numpy) == 1 and not on_numpy.clear()
+
+
+@every_operand
+@pytest.mark.parametrize("stranger", [None, [1.0], 1.5, "x", torch.zeros(4, 5)], ids=type)
+def test_what_is_no_array(name, operand, stranger, on_numpy):
+    if stranger is None and operand in fused.OPTIONAL:
+        call(name, **{operand: None})
+        assert len(on_numpy) == 1
+        return
+    refused(TypeError, f"{operand} must be an array of NumPy or CuPy, got ", on_numpy, name, **{operand: stranger})
+
+
+FREE = {("norm", "x"): 0, ("cross_entropy", "x"): 1, ("cross_entropy_backward", "p"): 1}       # the axis that no other operand has
+
+
+def other_shapes(shape, free=None):
+    for axis in {*range(len(shape))} - {free}:
+        for step in (1, -1):
+            yield (*shape[:axis], shape[axis] + step, *shape[axis + 1:])
+    yield from (shape[1:], (*shape, 2))
+
+
+@every_operand
+def test_operands_that_do_not_fit(name, operand, on_numpy):
+    """A kernel would read past the end of the shorter one."""
+    shapes, _ = OPERANDS[name]
+    if len(shapes) == 1:                        # fits whatever it is
+        return
+    for shape in other_shapes(shapes[operand], FREE.get((name, operand))):
+        said = refused(ValueError, "got ", on_numpy, name, **{operand: np.zeros(shape, np.int64 if operand == "target" else np.float32)})
+        assert str(shape) in said and (operand == next(iter(shapes)) or f": {operand} must have " in said)
+
+
+@pytest.mark.parametrize("name, operand", [("softmax", "x"), ("log_softmax", "x"), ("norm", "x"), ("cross_entropy", "x")])
+def test_rows_have_an_axis(name, operand, on_numpy):
+    refused(ValueError, r"got the shape \(\)", on_numpy, name, **{operand: np.zeros((), np.float32)})
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_backward"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, bool, complex])
+def test_targets_are_whole_numbers(name, dtype, on_numpy):
+    refused(TypeError, f"target must be integers, got {np.dtype(dtype)}", on_numpy, name, target=np.zeros(COLUMN, dtype))
+
+
+@pytest.mark.parametrize("operand", ["p", "m", "v", "largest"])
+@pytest.mark.parametrize("form", ["float64", "gaps", "read-only"])
+def test_adam_writes_only_into_what_it_can(operand, form, on_numpy):
+    x = np.zeros((4, 10), np.float32)[:, ::2] if form == "gaps" else np.zeros(TABLE, form if form == "float64" else np.float32)
+    x.flags.writeable = form != "read-only"
+    refused(ValueError, "float32, writable, without gaps", on_numpy, "adam", **{operand: x})
+
+
+@pytest.mark.parametrize("given", ["relu", None, "softmax_forward"])
+def test_the_name_of_an_activation(given, on_numpy):
+    with pytest.raises(ValueError, match="fused.activation: name must be one of gelu, gelu_tanh, silu, got "):
+        fused.activation(np.zeros(3, np.float32), given, True)
+    assert on_numpy == []
+
+
+def test_the_shape_of_columns(on_numpy):
+    dy = np.zeros((4, 6), np.float32)
+    assert [d.shape for d in fused.norm_columns(dy, dy, (2, 3))] == [(2, 3)] * 2
+    on_numpy.clear()
+    with pytest.raises(ValueError, match=r"fused.norm_columns: `shape` must have 6 elements.*got \(5,\)"):
+        fused.norm_columns(dy, dy, (5,))
+    assert on_numpy == []
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_columns_without_a_bias(rows):
+    dy, x_hat = np.random.default_rng(rows).normal(size=(2, rows, 40)).astype(np.float32)
+    (dw, db), (alone, nothing) = fused.norm_columns(dy, x_hat, (40,)), fused.norm_columns(dy, x_hat, (40,), bias=False)
+    assert nothing is None and db.shape == (40,) and np.array_equal(dw, alone)
+
+
 # --- mistakes are noticed ------------------------------------------------------------------------------------------------
 
 def replaced(old, new, which=0):
@@ -326,6 +436,7 @@ MUTANTS = {
     "columns: one warp not added": replaced("other = 1; other", "other = 2; other"),
     "columns: chunks that overwrite each other": replaced("dw[blockIdx.y * n + i]", "dw[i]"),
     "columns: lanes that share a cell": replaced("of_warp[0][warp][lane] = w_sum", "of_warp[0][warp][lane / 2] = w_sum"),
+    "columns: a bias that nobody wants": replaced("if (db) db[", "db["),
     "gelu: φ without its constant": replaced("* 0.39894228f", ""),
     "gelu_tanh: no cube": replaced("(cubic * square + c)", "(c)"),
     "silu: σ(−x)": replaced("expf(-x[i])", "expf(x[i])"),
@@ -362,6 +473,7 @@ def run_everything():
             arrays, dy, want = expected(name, rows, n, shift)
             require_close(outcome(name, arrays, dy, np.float32), want, 1e-3)
     test_nan_inf_and_overflow_are_where_they_should_be()
+    test_columns_without_a_bias(9)
     test_adam(33, dict(shrink=0.9, amsgrad=True))
     test_philox_keeps_what_the_array_form_keeps((range(2, 5), range(7, 9), range(6, 25)), 0)
 

@@ -111,6 +111,16 @@ def test_what_kernels_do_not_serve():
                     fused.serves(host(x)), fused.serves(np.float32(1)), fused.can_step(x.array, x.array.T)))
 
 
+@pytest.mark.parametrize("call", [
+    lambda x, y: fused.softmax_backward(x, y), lambda x, y: fused.log_softmax_backward(x, y),
+    lambda x, y: fused.cross_entropy(x, np.zeros(4, int)), lambda x, y: fused.norm(x, y[0], None, 1e-5, True),
+    lambda x, y: fused.norm_backward(x, x, x[:, :1], y[0], True), lambda x, y: fused.norm_columns(x, y, (4,)),
+    lambda x, y: fused.adam(x, y, x, x, None, 1.0, 1e-3, (0.9, 0.99), 1e-8)])
+def test_operands_of_two_devices(call):
+    with pytest.raises(RuntimeError, match="fused.*: all tensors must be on one device, got cuda:0 and cpu"):
+        call(tensor(4, 4).array, np.zeros((4, 4), np.float32))
+
+
 # --- dropout's stream on the device --------------------------------------------------------------------------------------
 
 def mask(*shape, p=0.3, dtype=np.float32, device="cuda"):

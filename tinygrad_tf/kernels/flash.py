@@ -8,16 +8,19 @@
 (None: no limit). Arrays of NumPy run on the emulator, arrays of CuPy on their GPU. (docs/kernels.md; guide 10.5)
 """
 import contextlib
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
 
+from ..arguments import described, require_bools, type_name, whole_number
 from ..backend import array_module, check_one_device
 from .compile import function, launch, rows_aligned, shared_limit, strides
 
 UNLIMITED = 1 << 30                             # in a kernel's int: farther than any key, and i ± UNLIMITED does not overflow
 LONGEST = (1 << 29) - 1024                      # of a sequence, and the largest offset: a tile may reach past the end
 MAX_GRID = 65535                                # blocks along y and z, where heads and batches are
+LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 class Tile(NamedTuple):
@@ -35,6 +38,11 @@ class Float32:
              32: (Tile(64, 64), Tile(32, 32)),
              64: (Tile(64, 64), Tile(32, 32)),
              128: (Tile(64, 32), Tile(32, 32), Tile(32, 16))}
+
+    @staticmethod
+    def dtypes():
+        """The names of what a kernel of this tier reads."""
+        return ("float32",)
 
     @staticmethod
     def options(head_dim, tile):
@@ -71,6 +79,10 @@ class Float16:
              128: (TilePair(Tile(128, 32), Tile(64, 32)),)}
 
     @classmethod
+    def dtypes(cls):
+        return ("bfloat16", "uint16") if cls.bf16 else ("float16",)
+
+    @classmethod
     def options(cls, head_dim, pair):
         strips = 16 * cls.threads // 32
         return (f"-DHEAD_DIM={head_dim}", f"-DBF16={cls.bf16}", f"-DWARPS={cls.threads // 32}",
@@ -102,7 +114,7 @@ TIERS = {"float32": Float32, "float16": Float16, "bfloat16": BFloat16}      # by
 def forward(q, k, v, valid_tokens, band, scale, tier=None):
     """(o, lse). A query that sees no key has o = 0 and lse = −∞.
 
-    TypeError, ValueError, RuntimeError for what the kernels cannot compute: `refusal` says so in words beforehand.
+    TypeError, ValueError, RuntimeError for what the kernels cannot compute: of q, k, v, `refusal` says so in words beforehand.
     """
     run = _Run(q, k, v, valid_tokens, band, scale, tier)
     with run.device:
@@ -110,18 +122,40 @@ def forward(q, k, v, valid_tokens, band, scale, tier=None):
 
 
 def backward(q, k, v, o, lse, d_o, valid_tokens, band, scale, tier=None, needs=(True, True, True)):
-    """(dq, dk, dv) from what forward got and returned, and d_o, the gradient of o. None where a whole kernel's are not needed."""
+    """(dq, dk, dv) from what forward got and returned, and d_o, the gradient of o. None where a whole kernel's are not needed.
+
+    ValueError where o, lse or d_o has another shape or dtype than that: a kernel would read past its end.
+    """
     run = _Run(q, k, v, valid_tokens, band, scale, tier)
-    check_one_device("flash attention", [q, o, lse, d_o])
+    run.require_results(q, o, lse, d_o)
+    need_q, need_k, need_v = _three_flags(needs)
     with run.device:
-        return run.backward(q, k, v, o, lse, d_o, needs[0], needs[1] or needs[2])
+        return run.backward(q, k, v, o, lse, d_o, need_q, need_k or need_v)
 
 
 def refusal(q, k, v, tier=None):
     """None, or why the kernels cannot take these arrays: (type of the error, sentence)."""
-    tier = tier or TIERS.get(q.dtype.name)
-    if tier is None or not q.dtype == k.dtype == v.dtype or not q.dtype.isnative:
-        return TypeError, f"the kernels take {', '.join(TIERS)}, one for all, got {q.dtype}, {k.dtype} and {v.dtype}"
+    return _unknown_type(q, k, v, tier) or _misfit(q, k, v, tier or TIERS[q.dtype.name])
+
+
+def _unknown_type(q, k, v, tier):
+    """The part of `refusal` that is about types."""
+    stranger = _no_array(q=q, k=k, v=v)
+    if stranger:
+        return TypeError, stranger
+    if tier is not None and not (isinstance(tier, type) and issubclass(tier, (Float32, Float16))):
+        known = ", ".join(each.__name__ for each in TIERS.values())
+        return TypeError, f"tier must be one of {known} of kernels.flash, or None, got {described(tier)}"
+    dtypes = TIERS if tier is None else tier.dtypes()
+    if q.dtype.name not in dtypes or not q.dtype == k.dtype == v.dtype or not q.dtype.isnative:
+        whose = "the kernels" if tier is None else f"the kernels of tier {tier.__name__}"
+        bits = "; for the bits of bfloat16 give tier=BFloat16" if tier is None and q.dtype == np.uint16 else ""
+        return TypeError, f"{whose} take {', '.join(dtypes)}, one for all, got {q.dtype}, {k.dtype} and {v.dtype}{bits}"
+    return None
+
+
+def _misfit(q, k, v, tier):
+    """The part that is about sizes, and the GPU."""
     if not q.ndim == k.ndim == v.ndim == 4:
         return ValueError, f"the kernels take 4 axes, [B, H, T, Dh], got query {q.shape}, key {k.shape} and value {v.shape}"
     (B, H, Tq, Dh), (Bk, Hkv, Tk, Dk) = q.shape, k.shape
@@ -159,14 +193,24 @@ class _Run:
         refused = refusal(q, k, v, tier)
         if refused:
             raise refused[0](f"flash attention: {refused[1]}")
-        check_one_device("flash attention", [q, k, v] + ([] if valid_tokens is None else [valid_tokens]))
         self.xp, self.dtype = array_module(q), q.dtype
         self.tier = tier or TIERS[q.dtype.name]
         (self.B, self.H, self.Tq, self.Dh), (_, self.Hkv, self.Tk, self.Dv) = q.shape, v.shape
         self.head_dim = min(n for n in self.tier.tiles if n >= max(self.Dh, self.Dv))
-        self.valid_tokens = self._bytes(valid_tokens)
-        self.tail = (self.H, self.Hkv, self.Tq, self.Tk, *_limits(band), float(scale))
+        if valid_tokens is not None:
+            _require("valid_tokens", valid_tokens, "[B, Tk]", (self.B, self.Tk), np.bool_, np.uint8)
+        check_one_device("flash attention", [q, k, v] + ([] if valid_tokens is None else [valid_tokens]))
+        self.valid_tokens = None if valid_tokens is None else self.xp.ascontiguousarray(valid_tokens).view(np.uint8)     # one byte a key
+        self.tail = (self.H, self.Hkv, self.Tq, self.Tk, *_limits(band), _finite(scale))
         self.device = contextlib.nullcontext() if self.xp is np else q.device       # CuPy launches on the current device
+
+    def require_results(self, q, o, lse, d_o):
+        """TypeError, ValueError, RuntimeError where these cannot be what forward returned, and the gradient of its o."""
+        row = self.B, self.H, self.Tq
+        _require("o", o, "[B, H, Tq, Dv]", (*row, self.Dv), self.dtype)
+        _require("lse", lse, "[B, H, Tq]", row, np.float32)
+        _require("d_o", d_o, "[B, H, Tq, Dv]", (*row, self.Dv), self.dtype)
+        check_one_device("flash attention", [q, o, lse, d_o])
 
     def forward(self, q, k, v):
         o, lse = self._new(self.H, self.Tq), self._statistic()
@@ -230,22 +274,68 @@ class _Run:
         """x without the columns that were added."""
         return x if x is None or x.shape[-1] == columns else self.xp.ascontiguousarray(x[..., :columns])
 
-    def _bytes(self, valid_tokens):
-        """One byte a key."""
-        if valid_tokens is None:
-            return None
-        if valid_tokens.shape != (self.B, self.Tk) or valid_tokens.dtype not in (bool, np.uint8):
-            raise ValueError(f"flash attention: valid_tokens must be bool [B, Tk] = {(self.B, self.Tk)}, got {valid_tokens.dtype} "
-                             f"{valid_tokens.shape}")
-        return self.xp.ascontiguousarray(valid_tokens).view(np.uint8)
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+def require_arrays(op, **given):
+    """TypeError for what is no array of NumPy or CuPy."""
+    stranger = _no_array(**given)
+    if stranger:
+        raise TypeError(f"{op}: {stranger}")
+
+
+def _no_array(**given):
+    """What is said of the first that is no array; None where all are."""
+    for name, x in given.items():
+        if not isinstance(x, np.ndarray) and array_module(x) is np:
+            return f"{name} must be an array of NumPy or CuPy, got {type_name(x)}; the array of a Tensor is its .array"
+    return None
+
+
+def _require(name, x, axes, shape, *dtypes):
+    """ValueError for an array of another shape or dtype: a kernel trusts both."""
+    require_arrays("flash attention", **{name: x})
+    dtypes = [np.dtype(d) for d in dtypes]
+    if x.shape != shape or x.dtype not in dtypes:
+        raise ValueError(f"flash attention: {name} must be {' or '.join(d.name for d in dtypes)} {axes} = {shape} for these "
+                         f"q, k and v, got {x.dtype} {x.shape}")
 
 
 def _limits(band):
     """(query_offset, left, right) as the kernels take them."""
-    if abs(band.query_offset) > LONGEST:
-        raise ValueError(f"flash attention: query_offset must lie within ±{LONGEST}, got {band.query_offset}")
-    sides = (UNLIMITED if n is None else max(-UNLIMITED, min(n, UNLIMITED)) for n in (band.left, band.right))
-    return (int(band.query_offset), *map(int, sides))
+    if not all(hasattr(band, name) for name in ("query_offset", "left", "right")):
+        raise TypeError(f"flash attention: band must be a Band of ops.flash_attention, got {described(band)}; Band() hides nothing, "
+                        f"Band(right=0) is causal")
+    offset = whole_number("flash attention", "query_offset of the band", band.query_offset)
+    if abs(offset) > LONGEST:
+        raise ValueError(f"flash attention: query_offset must lie within ±{LONGEST}, got {described(offset)}")
+    return offset, _side("left", band.left), _side("right", band.right)
+
+
+def _side(name, keys):
+    if keys is None:
+        return UNLIMITED
+    return max(-UNLIMITED, min(whole_number("flash attention", f"{name} of the band (None: no limit)", keys), UNLIMITED))
+
+
+def _finite(scale):
+    """The scale as a float. An infinite one, or one that float32 makes infinite, would turn scores into those of hidden keys."""
+    if not isinstance(scale, Real):
+        raise TypeError(f"flash attention: scale must be a number, usually 1/√Dh, got {described(scale)}")
+    number = scale.item() if isinstance(scale, np.generic) else scale           # in float16 the largest one would be infinite itself
+    if not -LARGEST_SCALE <= number <= LARGEST_SCALE:       # also for NaN
+        raise ValueError(f"flash attention: scale must be finite in float32, got {described(scale)}")
+    return float(number)
+
+
+def _three_flags(needs):
+    """Whether dq, dk and dv are needed."""
+    if not isinstance(needs, (tuple, list)):
+        raise TypeError(f"flash attention: needs must be three flags, for q, k and v, got {described(needs)}")
+    if len(needs) != 3:
+        raise ValueError(f"flash attention: needs must be three flags, for q, k and v, got {len(needs)}: {described(needs)}")
+    require_bools("flash attention", **{f"needs[{i}]": flag for i, flag in enumerate(needs)})
+    return needs
 
 
 def _ceil(n, size):

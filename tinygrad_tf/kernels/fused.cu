@@ -168,7 +168,7 @@ norm_backward(const float* __restrict__ dy, const float* __restrict__ x_hat, con
     }
 }
 
-// dw = Σ_rows dy · x̂ and db = Σ_rows dy, as far as one chunk of rows: [chunks, n] each, which the host adds up.
+// dw = Σ_rows dy · x̂ and db = Σ_rows dy, as far as one chunk of rows: [chunks, n] each, which the host adds up. db: or null.
 // Here a warp walks down 32 neighbouring columns: the 8 warps of a block take every 8th row, and shared memory joins them.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
 norm_columns(const float* __restrict__ dy, const float* __restrict__ x_hat, float* __restrict__ dw,
@@ -192,7 +192,7 @@ norm_columns(const float* __restrict__ dy, const float* __restrict__ x_hat, floa
             b_sum += of_warp[1][other][lane];
         }
         dw[blockIdx.y * n + i] = w_sum;
-        db[blockIdx.y * n + i] = b_sum;
+        if (db) db[blockIdx.y * n + i] = b_sum; // summed all the same: dy was read anyway, and the additions are free beside that
     }
 }
 

@@ -91,7 +91,8 @@ def _fused_backward(op, rows, shape, centred):
     """(dx, dw, db) by kernels, dw and db summed over the rows already.    rows: dy as [n, C]   shape: that of dy"""
     x_hat, r, w = op.saved
     dx = fused.norm_backward(rows, x_hat, r, w, centred).reshape(shape) if op.needs[0] else None
-    return dx, *(fused.norm_columns(rows, x_hat, shape[len(shape) - op.axes:]) if any(op.needs[1:]) else (None, None))
+    columns = fused.norm_columns(rows, x_hat, shape[len(shape) - op.axes:], op.needs[2]) if any(op.needs[1:]) else (None, None)
+    return dx, *columns
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
