@@ -26,7 +26,10 @@ def pytest_configure(config):
         import strict_cupy
         strict_cupy.install()
     if config.getoption("--device") != "cpu":
-        use_device(config)
+        try:
+            use_device(config)
+        except RuntimeError as error:           # no CuPy, or no GPU
+            raise pytest.UsageError(f"--device {config.getoption('--device')}: {error}") from None
 
 
 def use_device(config):

@@ -4,6 +4,7 @@ In an ordinary run of the suite the device is the strict stand-in for CuPy, in w
 same on a GPU.
 """
 import importlib.util
+import inspect
 import shutil
 import subprocess
 import sys
@@ -188,6 +189,14 @@ def test_sampling_downloads_one_row_of_logits_a_step():
         assert (counts.syncs - before[0], counts.uploads - before[1]) == (1, 1)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_prompt_is_continued_where_it_is_whatever_the_device_of_the_model(use_cache):
+    model, prompt = built("MiniGPT", "cuda")[0], ids(1, 3)
+    written = [list(stream(model, where, 2, temperature=0, use_cache=use_cache)) for where in (prompt, prompt.cuda())]
+    assert [[x.device.type for x in tokens] for tokens in written] == [["cpu"] * 2, ["cuda"] * 2]
+    assert [x.item() for x in written[0]] == [x.item() for x in written[1]]
+
+
 # --- how often the host waits -----------------------------------------------------------------------------------------------
 
 # A step waits for: are positions in the table, does any target count; the norm; .item() of loss and norm. Ids that were just uploaded are
@@ -328,7 +337,6 @@ MIXED = {
     "an input on a GPU": (lambda: nn.Linear(2, 2)(torch.ones(1, 2, device="cuda")), "Linear"),
     "ids": (lambda: built("MiniGPT", "cuda")[0](ids(1, 3)), "Embedding"),
     "targets": (lambda: built("MiniGPT", "cuda")[0](ids(1, 3).cuda(), ids(1, 3)), "CrossEntropy"),
-    "a prompt": (lambda: list(stream(built("MiniGPT", "cuda")[0], ids(1, 3), 2)), "Embedding"),
     "attention": (lambda: F.scaled_dot_product_attention(*(torch.ones(1, 1, 2, 4, device=d) for d in ("cuda", "cuda", "cpu"))), "ttention"),
     "a cache": (mixed_cache, "KVCache"),
     "AdamW": (lambda: moved_after_the_first_step(AdamW), "AdamW .*before the first step"),
@@ -357,6 +365,45 @@ def test_nothing_is_updated_where_devices_are_mixed():
     assert all((host(p) == b).all() for p, b in zip(model.parameters(), before))
 
 
+# --- names of devices -----------------------------------------------------------------------------------------------------
+
+# Arguments of device(...), and the (type, index) that it makes of them or the error that it raises.
+NAMES = [(arguments, wanted) for wanted, several in [
+    (("cpu", None), [("cpu",), ("cpu", None)]), (("cuda", None), [("cuda",), ("cuda", None)]), (("cpu", 1), [("cpu:1",), ("cpu", 1)]),
+    (("cuda", 0), [("cuda:0",), ("cuda", 0)]), (("cuda", 12), [("cuda:12",), ("cuda", 12), ("cuda", np.int64(12))]),
+    (TypeError, [("cuda", "x"), ("cuda", "1"), ("cuda", 1.0), ("cuda", True), ("cuda:1", "x"), (None,), (1.5,), (True,), (),
+                 ("cuda", 1, 2)]),
+    (RuntimeError, [("cuda", -1), ("cpu", -1), ("cuda", -200), ("cuda:1", 2), ("cuda:1", 1), ("cpu:0", 0), ("cuda:",), ("cuda:\u00b2",),
+                    ("cuda:\u0661",), ("cuda:-1",), ("cuda:01",), ("cuda:+1",), ("cuda:1:2",), ("cuda:1 ",), ("cuda:1\n",), (" cuda",),
+                    ("CUDA",), ("",), ("gpu",), ("cuda:" + "9" * 20,), ("cuda:" + "9" * 5000,)]),
+] for arguments in several]
+
+
+def made(device, arguments):
+    try:
+        found = device(*arguments)
+    except (TypeError, RuntimeError, ValueError) as error:
+        return type(error)
+    return found.type, found.index
+
+
+@pytest.mark.parametrize("arguments, wanted", NAMES, ids=lambda x: repr(x)[:30] if isinstance(x, tuple) else x.__name__)
+def test_a_device_or_an_error_is_made_of_any_arguments(arguments, wanted):
+    assert made(torch.device, arguments) == wanted
+
+
+def test_a_device_of_a_device_takes_no_other_number():
+    assert made(torch.device, (torch.device("cuda:1"),)) == ("cuda", 1)
+    assert made(torch.device, (torch.device("cuda"), 1)) is TypeError
+
+
+@pytest.mark.torch
+def test_devices_and_their_errors_are_pytorchs():
+    import torch as pytorch
+    assert [(arguments, made(pytorch.device, arguments)) for arguments, _ in NAMES] == NAMES
+    assert made(pytorch.device, (pytorch.device("cuda"), 1)) is TypeError
+
+
 # --- tinygrad_tf.cuda -----------------------------------------------------------------------------------------------------
 
 def test_the_gpu_under_pytorchs_names():
@@ -367,6 +414,63 @@ def test_the_gpu_under_pytorchs_names():
     cuda.synchronize(), cuda.synchronize(0), cuda.set_device("cuda:0")
     with pytest.raises(ValueError, match="'cpu'"):
         cuda.get_device_name("cpu")
+
+
+TAKES_DEVICE = [name for name, f in vars(cuda).items() if inspect.isfunction(f) and f.__module__ == cuda.__name__
+                and not name.startswith("_") and "device" in inspect.signature(f).parameters]
+BAD_DEVICES = {"bogus": RuntimeError, "": RuntimeError, "cuda:": RuntimeError, "1": RuntimeError, "cuda:-1": RuntimeError, -1: RuntimeError,
+               "cpu": ValueError, torch.device("cpu"): ValueError, 1.5: ValueError, (1,): ValueError, True: ValueError, b"cuda": ValueError}
+
+
+def test_the_functions_that_take_a_device_are_found():
+    assert set(TAKES_DEVICE) >= {"set_device", "get_device_name", "get_device_capability", "synchronize", "memory_allocated",
+                                 "memory_reserved"}
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["with a GPU", "without"])
+@pytest.mark.parametrize("name", TAKES_DEVICE)
+def test_what_is_no_gpu_is_refused_by_every_function_that_takes_one(name, there, monkeypatch):
+    if not there:
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        monkeypatch.setattr(cuda, "is_available", lambda: False)
+    for device, error in BAD_DEVICES.items():
+        with pytest.raises(error) as caught:
+            getattr(cuda, name)(device)
+        assert type(caught.value) is error and "CuPy" not in str(caught.value)
+        assert repr(device) in str(caught.value) or str(device) in str(caught.value)
+
+
+@pytest.mark.parametrize("device", [None, "cuda", torch.device("cuda")], ids=str)
+def test_set_device_wants_a_number(device):
+    with pytest.raises(ValueError, match="number"):
+        cuda.set_device(device)
+
+
+ASKING_FOR = {
+    "zeros": lambda d: torch.zeros(2, device=d), "tensor": lambda d: torch.tensor([1.0], device=d),
+    "rand": lambda d: torch.rand(2, device=d), "to": lambda d: torch.ones(2).to(d),
+    "cuda": lambda d: torch.ones(2).cuda(d.index), "a layer": lambda d: nn.Linear(2, 2).to(d),
+    "a move": lambda d: torch.ones(2, device="cuda").to(d), "a default device": lambda d: (torch.set_default_device(d), torch.ones(1)),
+    **{f"cuda.{name}": lambda d, name=name: getattr(cuda, name)(d) for name in TAKES_DEVICE},
+    **{f"cuda.{name}, a number": lambda d, name=name: getattr(cuda, name)(d.index) for name in TAKES_DEVICE},
+}
+
+
+@pytest.mark.parametrize("name", ASKING_FOR)
+@pytest.mark.parametrize("beyond", [0, 8])
+def test_a_gpu_that_is_not_there_is_told_in_one_sentence(name, beyond):
+    there = cuda.device_count()
+    number = there + beyond
+    with pytest.raises(RuntimeError, match=f"^device 'cuda:{number}' was asked for, but there (is one GPU|are {there} GPUs): 'cuda:0'"):
+        ASKING_FOR[name](torch.device("cuda", number))
+
+
+def test_of_several_gpus_each_is_named(pytestconfig):
+    if pytestconfig.getoption("--device") == "cuda":
+        pytest.skip("only the stand-in has as many as it is told")
+    with torch.backend.require_cupy().changed(devices=2), pytest.raises(RuntimeError, match="there are 2 GPUs: 'cuda:0' and 'cuda:1'$"):
+        assert torch.ones(1, device="cuda:1").device.index == 1
+        torch.ones(1, device="cuda:2")
 
 
 def test_memory_is_counted():
@@ -406,6 +510,18 @@ for ask in (lambda: cuda.get_device_name(), lambda: torch.nn.Linear(1, 1).to("cu
 
 def test_without_a_gpu_questions_are_answered_and_the_rest_says_what_to_install():
     subprocess.run([sys.executable, "-c", WITHOUT], check=True, env=runs.environment(), timeout=60)
+
+
+@pytest.mark.parametrize("missing, words", [("raise ImportError", "needs CuPy"), (
+    "class cuda: is_available = staticmethod(lambda: False)", "finds no NVIDIA GPU")], ids=["CuPy", "a GPU"])
+def test_a_run_of_the_suite_on_a_gpu_that_is_not_there_ends_in_one_sentence(missing, words, tmp_path):
+    (tmp_path / "cupy.py").write_text(missing, encoding="utf-8")
+    env = runs.environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device", "cuda", "--collect-only", "tests/device.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in done.stderr.splitlines() if line][0].startswith("ERROR: --device cuda: ") and words in done.stderr
+    assert "INTERNALERROR" not in done.stdout + done.stderr
 
 
 # --- every example ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@
 """
 import ctypes
 import math
+import operator
 import os
+import re
 import sys
 
 import numpy as np
@@ -14,20 +16,28 @@ quiet = np.errstate(all="ignore")               # a decorator: inf and NaN are r
 
 
 class device:
-    """Where an array lives: `device("cpu")`, `device("cuda")`, `device("cuda:1")`, `device("cuda", 1)`."""
+    """Where an array lives: `device("cpu")`, `device("cuda")`, `device("cuda:1")`, `device("cuda", 1)`.
 
+    Raises TypeError for what is no name or no number, RuntimeError for a name that is unknown, two numbers, or one below 0.
+    """
     __slots__ = ("type", "index")
 
     def __init__(self, name, index=None):
-        if isinstance(name, device):
+        if isinstance(name, device) and index is None:
             name, index = name.type, name.index
         if not isinstance(name, str):
             raise TypeError(f"device: expected a name such as 'cpu' or 'cuda:1', got {name!r}")
-        kind, _, number = str(name).partition(":")
-        if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        if index is not None and (isinstance(index, bool) or not hasattr(index, "__index__")):
+            raise TypeError(f"device: the number beside {name!r} must be an int, got {index!r}")
+        found = re.fullmatch("(cpu|cuda)(?::(0|[1-9][0-9]{0,8}))?", name)
+        if not found:
             raise RuntimeError(f"device {name!r} is unknown; the devices are 'cpu', 'cuda' and 'cuda:N'")
-        self.type = kind
-        self.index = int(number) if number else index
+        kind, number = found.groups()
+        if number and index is not None:
+            raise RuntimeError(f"device: {name!r} has a number already, and {index} was given beside it: write device({kind!r}, {index})")
+        self.type, self.index = kind, int(number) if number else None if index is None else operator.index(index)
+        if (self.index or 0) < 0:
+            raise RuntimeError(f"device: the number of a device is 0 or more, got {name!r} and {index}")
 
     def __eq__(self, other):
         return isinstance(other, device) and (self.type, self.index) == (other.type, other.index)
@@ -96,9 +106,20 @@ def device_of(array):
     return CPU if isinstance(array, (np.ndarray, np.generic)) else device("cuda", array.device.id)
 
 
+def require_gpu(dev):
+    """CuPy, where it has the GPU of this device, or one sentence that says which there are."""
+    cupy = require_cupy()
+    if dev.index:                               # 0 is there wherever there is one, which require_cupy knows
+        there = cupy.cuda.runtime.getDeviceCount()
+        if dev.index >= there:
+            raise RuntimeError(f"device {str(dev)!r} was asked for, but there {'is one GPU' if there == 1 else f'are {there} GPUs'}: "
+                               + " and ".join(repr(f"cuda:{n}") for n in range(there)))
+    return cupy
+
+
 def module_of(dev):
     """The array library that makes arrays on a device."""
-    return np if dev.type == "cpu" else require_cupy()
+    return np if dev.type == "cpu" else require_gpu(dev)
 
 
 def same_place(here, wanted):
@@ -112,7 +133,7 @@ def to_device(array, dev):
         return array
     if dev.type == "cpu":
         return array.get()
-    cupy = require_cupy()
+    cupy = require_gpu(dev)
     with cupy.cuda.Device(dev.index or 0):
         return cupy.asarray(array)
 

@@ -2,12 +2,15 @@
 
 `device = "cuda" if torch.cuda.is_available() else "cpu"` asks here. Nothing is imported until a function that needs CuPy is
 called, and without a GPU questions are answered (none, 0 bytes) and waiting is over at once; naming one raises RuntimeError.
+
+`device`, wherever it is an argument: None (the current GPU), a number, "cuda:1" or a `tinygrad_tf.device`. With and without a GPU
+ValueError for what is none of these, RuntimeError for a name that is unknown.
 """
 import importlib.util
 
 from . import random
 from .backend import device as make_device
-from .backend import require_cupy
+from .backend import require_cupy, require_gpu
 
 
 def is_available():
@@ -32,25 +35,29 @@ def current_device():
 
 
 def set_device(device):
-    """From now on "cuda" means this GPU in this thread: a number, or "cuda:1"."""
-    require_cupy().cuda.Device(_number(device)).use()
+    """From now on "cuda" means this GPU in this thread: a number, or "cuda:1". ValueError where no number is named."""
+    if device is None or _named(device).index is None:
+        raise ValueError(f"cuda.set_device: expected a GPU with its number, such as 1 or 'cuda:1', got {device!r}")
+    _gpu(device).use()
 
 
 def get_device_name(device=None):
     """The name that the driver has for a GPU."""
-    return require_cupy().cuda.runtime.getDeviceProperties(_number(device))["name"].decode()
+    number = _gpu(device).id
+    return require_cupy().cuda.runtime.getDeviceProperties(number)["name"].decode()
 
 
 def get_device_capability(device=None):
     """(major, minor), the generation of the instruction set: (8, 0) is an A100, (9, 0) an H100."""
-    capability = require_cupy().cuda.Device(_number(device)).compute_capability
+    capability = _gpu(device).compute_capability
     return int(capability[:-1]), int(capability[-1])
 
 
 def synchronize(device=None):
     """Waits until the GPU has done what it was given: time nothing without it, for launching a kernel does not wait for it."""
+    device = _named(device)
     if is_available():
-        require_cupy().cuda.Device(_number(device)).synchronize()
+        _gpu(device).synchronize()
 
 
 def memory_allocated(device=None):
@@ -76,22 +83,30 @@ def manual_seed(seed):
 manual_seed_all = manual_seed
 
 
-def _number(device):
-    """The number of a GPU given as None (the current one), a number, "cuda:1" or a device."""
+def _named(device):
+    """The device that an argument means; nothing is asked of a GPU."""
     if device is None:
-        return current_device()
-    if isinstance(device, int):
-        return device
+        return make_device("cuda")
+    if isinstance(device, int) and not isinstance(device, bool):
+        return make_device("cuda", device)
+    if not isinstance(device, (str, make_device)):
+        raise ValueError(f"cuda: expected None, a number, a name such as 'cuda:0' or a device, got {device!r}")
     found = make_device(device)
     if found.type != "cuda":
         raise ValueError(f"cuda: expected a GPU such as 'cuda:0', got {str(found)!r}")
-    return current_device() if found.index is None else found.index
+    return found
+
+
+def _gpu(device):
+    """CuPy's object for the GPU that an argument means. RuntimeError where it is not there."""
+    device = _named(device)
+    return require_gpu(device).cuda.Device(device.index)        # None: the current one
 
 
 def _pool(device, use):
     """What `use` finds in CuPy's memory pool on a GPU; 0 without one."""
+    device = _named(device)
     if not is_available():
         return 0
-    cupy = require_cupy()
-    with cupy.cuda.Device(_number(device)):
-        return use(cupy.get_default_memory_pool())
+    with _gpu(device):
+        return use(require_cupy().get_default_memory_pool())

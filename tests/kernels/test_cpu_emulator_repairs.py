@@ -4,6 +4,7 @@ The kernels below are compiled twice. ONLY(x) is there in the repaired ones alon
 core instructions against NumPy stand at the end.
 """
 import functools
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_tf.kernels import cpu_emulator
-from tinygrad_tf.kernels.cpu_emulator import KernelError, LaunchError, RawModule, schedule, uninitialised, unwritten
+from tinygrad_tf.kernels.cpu_emulator import Fault, KernelError, LaunchError, RawModule, schedule, uninitialised, unwritten
 
 pytestmark = [pytest.mark.skipif(cpu_emulator.refusal() is not None, reason=str(cpu_emulator.refusal())),
               pytest.mark.host("the emulator runs on NumPy arrays")]
@@ -117,10 +118,24 @@ KERNEL(a_pointer_past_a_shared_array) {
     __syncthreads();
     x[I] = s[63 - I];
 }
+KERNEL(a_load_past_a_shared_array) {
+    __shared__ float s[64];
+    s[I] = a[I];
+    __syncthreads();
+    x[I] = (&s[0])[I + EITHER(1, 0)];                                       // <- a_load_past_a_shared_array
+}
 KERNEL(past_dynamic_shared_memory) {
     extern __shared__ float d[];
     d[I + EITHER(64, 0)] = a[I];                                            // <- past_dynamic_shared_memory
     x[I] = 0.f;
+}
+KERNEL(a_null_pointer) {
+    const float* volatile nowhere = EITHER(nullptr, a);
+    x[I] = nowhere[I];                                                      // <- a_null_pointer
+}
+KERNEL(calls_a_function_that_is_nowhere) {
+    float (*volatile nowhere)(float) = EITHER(nullptr, fabsf);
+    x[I] = nowhere(a[I]);
 }
 KERNEL(another_array_by_accident) {
     x[I] = a[I + EITHER(5000000, 0)];                                       // <- another_array_by_accident
@@ -196,6 +211,16 @@ KERNEL(waiting_in_a_loop) {
     __syncthreads();
     if (I == 1) flag[0] = 1.f;
 }
+KERNEL(runs_for_ever) {
+    volatile int go = EITHER(1, 0);
+    while (go) {}
+    x[I] = 0.f;
+}
+KERNEL(needs_a_megabyte) {                                                  // <- needs_a_megabyte
+    volatile float local[EITHER(1 << 18, 1 << 8)];
+    for (int i = 0; i < sizeof local / 4; i += 1024) local[i] = a[I];
+    x[I] = local[0];
+}
 KERNEL(calls_itself_for_ever) {
     struct Deep { static float er(volatile float* p, int k) { volatile float pad[64]; pad[k & 63] = *p; return er(pad, k + 1) + pad[0]; } };
     volatile float start = 0.f;
@@ -214,6 +239,17 @@ KERNEL(stores_to_const) {
 KERNEL(an_assertion) {
     assert(n == EITHER(63, 64));                                            // <- an_assertion
     x[I] = 0.f;
+}
+KERNEL(stops_itself) {
+    if (n == EITHER(64, 63)) __builtin_trap();                              // <- stops_itself
+    x[I] = 0.f;
+}
+struct Shape { __device__ Shape(int n) { see(n); } __device__ void see(int n) { if (n) area(); } virtual float area() const = 0; };
+struct Square : Shape { using Shape::Shape; float area() const override { return 4.f; } };
+KERNEL(calls_a_pure_virtual_function) {
+    Square square(EITHER(n, 0));
+    const Shape* volatile shape = &square;
+    x[I] = shape->area();
 }
 KERNEL(a_variable_of_the_module) {
     static float total;
@@ -268,7 +304,10 @@ TABLE = [
     Planted("load_before_the_beginning", "out of bounds", ["`a[-1]`"]),
     Planted("an_index_of_a_shared_array", "out of bounds", ["index 8", "float [8]"]),
     Planted("a_pointer_past_a_shared_array", "out of bounds", ["shared `s`, byte 256", "has 256 bytes"]),
+    Planted("a_load_past_a_shared_array", "out of bounds", ["load of 4 bytes at shared `s`, byte 256", "has 256 bytes"]),
     Planted("past_dynamic_shared_memory", "out of bounds", ["dynamic shared memory, byte", "asked for shared_mem=256"]),
+    Planted("a_null_pointer", "out of bounds", ["null pointer"]),
+    Planted("calls_a_function_that_is_nowhere", "out of bounds", ["null pointer"]),
     Planted("another_array_by_accident", "out of bounds", ["wild pointer"]),
     Planted("shared_memory_nobody_set", "uninitialised", ["shared `s`, byte 252", "nobody has set in this block"]),
     Planted("shared_memory_of_the_block_before", "uninitialised", ["in this block"], grid=2),
@@ -283,11 +322,15 @@ TABLE = [
     Planted("copy_under_way_at_the_end", "copy", ["a thread ends while a copy"]),
     Planted("matrix_product_of_half_a_warp", "absent lane", ["mma needs all 32 lanes", "only 16"]),
     Planted("waiting_in_a_loop", "time limit", ["0.1 s"], set_before=True),
+    Planted("runs_for_ever", "time limit", ["0.1 s"]),
+    Planted("needs_a_megabyte", "stack overflow", ["too large arrays"]),
     Planted("calls_itself_for_ever", "stack overflow", ["recursion"]),
     Planted("divides_by_zero", "arithmetic", ["divided by zero"]),
     Planted("index_beyond_32_bits", "arithmetic", ["100000 does not fit into 'int'"]),
     Planted("stores_to_const", "read-only", ["pointer to const"]),
-    Planted("an_assertion", "stopped", ["is false"]),
+    Planted("an_assertion", "stopped", ["assert(n == ", "is false"]),
+    Planted("stops_itself", "stopped", ["stopped itself"]),
+    Planted("calls_a_pure_virtual_function", "stopped", ["pure virtual"]),
     Planted("a_variable_of_the_module", "out of bounds", ["variable of the module"]),
 ]
 every_planted = pytest.mark.parametrize("planted", TABLE, ids=lambda planted: planted.kernel)
@@ -302,6 +345,7 @@ def test_a_fault_is_named_in_every_order(planted):
         fault = next((fault for fault in error.faults if fault.kind.startswith(planted.kind)), None)
         assert fault, f"order {seed}: {error}"
         assert [word for word in planted.words if word not in str(error)] == [], error
+        assert "[block " in str(error) and (fault.thread >= 0 or not planted.lines)
         if planted.lines:
             assert fault.line in planted.lines and f"faults.cu:{fault.line}" in str(error), error
 
@@ -314,6 +358,11 @@ def test_its_repair_is_not_complained_about_in_any_order(planted):
 
 def test_the_table_has_every_kernel_of_the_source():
     assert sorted(compiled(False).library.kernels) == sorted(planted.kernel for planted in TABLE)
+
+
+def test_every_kind_of_fault_is_planted():
+    told = set(re.findall(r'"([\w ]+)"', Fault.__doc__)) - {"memory"}              # of which this machine has enough
+    assert [kind for kind in sorted(told) if not any(kind.startswith(planted.kind) for planted in TABLE)] == []
 
 
 # --- limits of shared memory ----------------------------------------------------------------------------------------------------

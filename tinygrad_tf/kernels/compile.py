@@ -11,6 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..arguments import type_name
+from ..backend import array_module
+
 FOLDER = Path(__file__).parent
 EMULATED_SHARED_BYTES = 99 << 10                # what a block may have on the emulator: that of a GPU for PCs (sm_86, sm_89)
 STRIDE = np.dtype([("batch", np.int64), ("head", np.int64), ("row", np.int64)])     # `struct Stride` of the kernels
@@ -87,3 +90,18 @@ def rows_aligned(x):
     """True where kernels may read the rows of x 16 bytes at a time: no gaps within a row, each row at a multiple of 16 bytes."""
     address = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
     return x.strides[-1] == x.itemsize and not any(n % 16 for n in (address, *x.strides[:-1]))
+
+
+def require_arrays(op, **given):
+    """TypeError for what is no array of NumPy or CuPy."""
+    stranger = no_array(**given)
+    if stranger:
+        raise TypeError(f"{op}: {stranger}")
+
+
+def no_array(**given):
+    """What is said of the first that is no array; None where all are."""
+    for name, x in given.items():
+        if not isinstance(x, np.ndarray) and array_module(x) is np:
+            return f"{name} must be an array of NumPy or CuPy, got {type_name(x)}; the array of a Tensor is its .array"
+    return None

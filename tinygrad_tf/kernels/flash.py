@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arguments import described, require_bools, type_name, whole_number
 from ..backend import array_module, check_one_device
-from .compile import function, launch, rows_aligned, shared_limit, strides
+from .compile import function, launch, no_array, require_arrays, rows_aligned, shared_limit, strides
 
 UNLIMITED = 1 << 30                             # in a kernel's int: farther than any key, and i ± UNLIMITED does not overflow
 LONGEST = (1 << 29) - 1024                      # of a sequence, and the largest offset: a tile may reach past the end
@@ -140,7 +140,7 @@ def refusal(q, k, v, tier=None):
 
 def _unknown_type(q, k, v, tier):
     """The part of `refusal` that is about types."""
-    stranger = _no_array(q=q, k=k, v=v)
+    stranger = no_array(q=q, k=k, v=v)
     if stranger:
         return TypeError, stranger
     if tier is not None and not (isinstance(tier, type) and issubclass(tier, (Float32, Float16))):
@@ -276,21 +276,6 @@ class _Run:
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-def require_arrays(op, **given):
-    """TypeError for what is no array of NumPy or CuPy."""
-    stranger = _no_array(**given)
-    if stranger:
-        raise TypeError(f"{op}: {stranger}")
-
-
-def _no_array(**given):
-    """What is said of the first that is no array; None where all are."""
-    for name, x in given.items():
-        if not isinstance(x, np.ndarray) and array_module(x) is np:
-            return f"{name} must be an array of NumPy or CuPy, got {type_name(x)}; the array of a Tensor is its .array"
-    return None
-
 
 def _require(name, x, axes, shape, *dtypes):
     """ValueError for an array of another shape or dtype: a kernel trusts both."""

@@ -12,8 +12,7 @@ import numpy as np
 
 from ..arguments import described
 from ..backend import array_module, check_one_device, is_writable
-from .compile import function, launch
-from .flash import require_arrays
+from .compile import function, launch, require_arrays
 
 LANES, MAX_THREADS = 32, 256                    # as in fused.cu
 MAX_BLOCKS = 1 << 16                            # more rows than this: a block takes several

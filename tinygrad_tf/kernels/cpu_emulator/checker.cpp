@@ -329,6 +329,8 @@ ACCESSES(2)
 ACCESSES(4)
 ACCESSES(8)
 ACCESSES(16)
+void __tsan_vptr_read(void** p) { check(p, sizeof *p, LOAD, HERE); }             // of an object with virtual functions
+void __tsan_vptr_update(void** p, void*) { check(p, sizeof *p, STORE, HERE); }
 void __tsan_read_range(void* p, size_t n) { for (size_t i = 0; i < n; i += 4) check((char*)p + i, std::min<size_t>(4, n - i), LOAD, HERE, false); }
 void __tsan_write_range(void* p, size_t n) { for (size_t i = 0; i < n; i += 4) check((char*)p + i, std::min<size_t>(4, n - i), STORE, HERE, false); }
 }

@@ -1,6 +1,5 @@
-"""From CUDA C++ to a shared library, by g++, kept on disk: the same source and options are compiled once."""
+"""From CUDA C++ to a shared library, by g++, kept on disk (cache.py): the same source and options are compiled once."""
 import functools
-import hashlib
 import json
 import os
 import re
@@ -8,9 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
+from .cache import kept, key_of
 from .report import KernelError
 
 HERE = Path(__file__).parent
@@ -18,12 +17,17 @@ RUNTIME = ("scheduler.cpp", "checker.cpp", "instructions.cpp")
 # Without what would merge or replace accesses, or make one of two equal kernels: the checker is to see those of the source,
 # in their lines. And no fused multiply-add, which not every CPU has.
 FLAGS = ["-std=gnu++17", "-fPIC", "-w", "-ffp-contract=off", "-fno-threadsafe-statics", "-fno-gnu-unique", "-fno-strict-aliasing",
-         "-fno-tree-vectorize", "-fno-tree-loop-distribute-patterns", "-fno-store-merging", "-fno-ipa-icf", f"-I{HERE}"]
-CHECKS = ["-fsanitize=thread,bounds,signed-integer-overflow,integer-divide-by-zero", "--param=tsan-instrument-func-entry-exit=0",
-          "-U_FORTIFY_SOURCE"]
+         "-fno-tree-vectorize", "-fno-tree-loop-distribute-patterns", "-fno-store-merging", "-fno-ipa-icf", "-U_FORTIFY_SOURCE",
+         f"-I{HERE}"]
+CHECKS = ["-fsanitize=thread,bounds,signed-integer-overflow,integer-divide-by-zero", "--param=tsan-instrument-func-entry-exit=0"]
+# Of a kernel alone: no exceptions, as on a GPU, and nothing by which g++ has the C library end the process. A large frame is touched
+# page by page, so that it cannot step over the guard below the stack.
+DEVICE_CODE = ["-fno-exceptions", "-fno-rtti", "-fno-stack-protector", "-fstack-clash-protection", "-fno-builtin-printf"]
+# What a kernel may call that its source does not define: the emulator, the checks, copies that g++ makes calls of; and mathematics (-lm).
+OFFERED = re.compile(r"cpu::|__(tsan|ubsan)_|(threadIdx|blockIdx|blockDim|gridDim|printf|__assert_fail|__cxa_pure_virtual|"
+                     r"mem(cpy|set|move|cmp)|_GLOBAL_OFFSET_TABLE_|__tls_get_addr)$")
 FOR_THE_GPU_ONLY = re.compile(r"-{1,2}(use_fast_math|lineinfo|generate-line-info|fmad|ftz|prec-div|prec-sqrt|maxrregcount|arch|"
                               r"gpu-architecture|gpu-code|ptxas-options|Xptxas|default-device|device-as-default-execution-space|extra-device-vectorization)\b")
-DAYS_KEPT = 30
 
 
 class CompileError(KernelError):
@@ -70,61 +74,6 @@ def _gcc_version(compiler):
     return int(number[1]) if number and "__clang__" not in macros else 0
 
 
-# ---- the folder of what has been compiled ---------------------------------------------------------------------------------
-
-@functools.cache
-def _private_folder():
-    return Path(tempfile.mkdtemp(prefix="tinygrad_tf-"))
-
-
-def cache_folder():
-    """$XDG_CACHE_HOME or ~/.cache; where that cannot be written, a folder of this process in the temporary one."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "tinygrad_tf" / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        return _private_folder()
-    return folder
-
-
-def _kept(key, make):
-    """The folder `key` of the cache, filled by make(folder) where it is not there.
-
-    It is filled under another name and then renamed, which is one step: another process never sees half of it.
-    """
-    cache = cache_folder()
-    folder = cache / key
-    if folder.exists():
-        os.utime(folder)
-        return folder
-    _forget_old(cache)
-    with tempfile.TemporaryDirectory(prefix="new-", dir=cache) as new:
-        make(Path(new))
-        try:
-            os.rename(new, folder)
-        except OSError:                         # another process was faster; what it made is the same
-            if not folder.exists():
-                raise
-            return folder
-        os.mkdir(new)                           # for TemporaryDirectory to remove
-    return folder
-
-
-def _forget_old(cache):
-    for folder in cache.iterdir():
-        try:
-            if time.time() - folder.stat().st_mtime > DAYS_KEPT * 86400:
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:                         # another process has removed it
-            continue
-
-
-def _key(*parts):
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-
-
 # ---- compiling ------------------------------------------------------------------------------------------------------------
 
 def compile_module(code, options, check, name):
@@ -134,9 +83,9 @@ def compile_module(code, options, check, name):
         raise CompileError(reason)
     flags = _flags(options)
     own = [(HERE / file).read_text(encoding="utf-8") for file in sorted(p.name for p in HERE.glob("*.[hc]*") if p.suffix in (".h", ".cpp"))]
-    key = _key(_included(code, flags, name), flags, check, name, FLAGS, CHECKS, RUNTIME, own, Path(__file__).read_text(encoding="utf-8"),
-               _compiler(), os.uname().machine)
-    return _kept(key, lambda folder: _make_module(folder, code, flags, check, name, own))
+    key = key_of(_included(code, flags, name), flags, check, name, RUNTIME, own, Path(__file__).read_text(encoding="utf-8"), _compiler(),
+                 os.uname().machine)
+    return kept(key, lambda folder: _make_module(folder, code, flags, check, name, own))
 
 
 def _included(code, flags, name):
@@ -150,7 +99,8 @@ def _included(code, flags, name):
 
 def _preprocessed(flags, folder, code, name):
     """kernel.cu of a folder after the preprocessor, which leaves __global__ and __launch_bounds__ in their places."""
-    return _run(["-E", "-P", "-x", "c++", "-DCPU_FINDING_KERNELS", "-DCUDA_ON_CPU=1", *FLAGS, *flags, "kernel.cu"], folder, code, name)
+    finding = ["-E", "-P", "-x", "c++", "-DCPU_FINDING_KERNELS", "-DCUDA_ON_CPU=1"]
+    return _run([*finding, *FLAGS, *flags, "kernel.cu"], folder, code, name)
 
 
 def _flags(options):
@@ -181,10 +131,11 @@ def _make_module(folder, code, flags, check, name, own):
         raise CompileError(f'{name}: no kernel in it. A kernel is a function that is declared extern "C" __global__ void name(...)')
     (folder / "kernel.cpp").write_text(_with_entries(source, kernels, name, flags), encoding="utf-8")
     others = [flag for flag in flags if not flag.startswith("-D")]
-    _run([*FLAGS, *others, *(CHECKS if check else []), "-c", "kernel.cpp", "-o", "kernel.o"], folder, code, name)
-    runtime = _kept("runtime-" + _key(own, RUNTIME, FLAGS, _compiler(), os.uname().machine), _make_runtime)
+    _run([*FLAGS, *DEVICE_CODE, *others, *(CHECKS if check else []), "-c", "kernel.cpp", "-o", "kernel.o"], folder, code, name)
+    _refuse_what_no_gpu_has(folder, code, name)
+    runtime = kept("runtime-" + key_of(own, RUNTIME, FLAGS, _compiler(), os.uname().machine), _make_runtime)
     objects = [str(runtime / Path(file).with_suffix(".o")) for file in RUNTIME]
-    _run(["-shared", "-Wl,-Bsymbolic", "-o", "kernel.so", "kernel.o", *objects, "-lrt"], folder, code, name)
+    _run(["-shared", "-Wl,-Bsymbolic,-z,defs", "-o", "kernel.so", "kernel.o", *objects, "-lrt"], folder, code, name)
     (folder / "kernel.o").unlink()
     about = {"kernels": kernels, "variables": _shared_variables(folder / "kernel.so")}
     (folder / "kernel.json").write_text(json.dumps(about), encoding="utf-8")
@@ -193,27 +144,65 @@ def _make_module(folder, code, flags, check, name, own):
 def _make_runtime(folder):
     for file in RUNTIME:
         made = folder / Path(file).with_suffix(".o")
-        _run([*FLAGS, "-O2", "-g", "-U_FORTIFY_SOURCE", "-c", str(HERE / file), "-o", str(made)], folder, "", file)
+        _run([*FLAGS, "-O2", "-c", str(HERE / file), "-o", str(made)], folder, "", file)
 
 
 def _run(arguments, folder, code, name):
     command = [_compiler()[0], *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", env={**os.environ, "LC_ALL": "C"})
+    done = _tool(*command, cwd=folder)
     if done.returncode:
         raise CompileError(_explain(done.stderr, code, name))
     return done.stdout
 
 
+def _tool(*command, **options):
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", env={**os.environ, "LC_ALL": "C"}, **options)
+
+
+def _refuse_what_no_gpu_has(folder, code, name):
+    """CompileError for what belongs to the host, and could end the process: functions of other libraries, code that runs on loading.
+
+    The linker names whatever the kernel calls and is not given: here it is given mathematics and g++'s own arithmetic, and no C library.
+    """
+    tried = _tool(_compiler()[0], "-shared", "-nodefaultlibs", "-Wl,-z,defs", "-o", "nothing.so", "kernel.o", "-lm", "-lgcc", cwd=folder)
+    found = re.findall(r"^(?:.*?([^/\n:]+):(\d+):)?.*undefined (?:reference to|symbol:) [`'\"]?(.+?)['\"]?$", tried.stderr, re.MULTILINE)
+    (folder / "nothing.so").unlink(missing_ok=True)
+    told = [_at(file, line, f"{what} is not for kernels: it is neither in this source nor the emulator's", code, name)
+            for file, line, what in sorted(set(found), key=lambda at: int(at[1] or 0)) if not OFFERED.match(what)]
+    if told:
+        raise CompileError(_complaint(name, told) + "\nA kernel has its own functions, CUDA's, those of <cmath>, memcpy, memset, printf. "
+                           "assert(...) or __trap() stops a launch; memory is __shared__, or an array that is passed.")
+    sections = _tool("readelf", "--sections", "--wide", str(folder / "kernel.o")).stdout
+    if re.search(r"\.(init_array(?!\.00099)|fini_array|ctors|dtors)", sections):     # 99: that of -fsanitize=thread
+        raise CompileError(_complaint(name, [f"{name}: a variable outside of the kernels has a value that must be computed when the "
+                                             "module is loaded, or a function runs then: no GPU does that. Give it a constant"]))
+
+
+def _at(file, line, words, code, name):
+    """Words, with the line where it is one of the source."""
+    lines = code.splitlines()
+    if not line:
+        return f"{name}: {words}"
+    ours = file in (name, "kernel.cu") and int(line) <= len(lines)
+    return f"{name if ours else file}:{line}: {words}" + (f"\n    {int(line):4d} | {lines[int(line) - 1].strip()}" if ours else "")
+
+
+def _complaint(name, told):
+    return f"{name} does not compile for the CPU emulator:\n" + "\n".join(told[:8])
+
+
+# (what g++ says, a word of the source, what it means)
+HINTS = ((r"Error: |\basm\b|__cvta", r"\basm\b",
+          "Inline PTX is for the GPU alone: put it between #ifndef CUDA_ON_CPU and #endif (ptx.h has what takes its place)."),
+         ("-fexceptions", "", "A GPU has no exceptions: assert(...) and __trap() stop a launch."),
+         ("-fno-rtti", "", "A GPU does not know the types of objects: no typeid, no dynamic_cast."))
+
+
 def _explain(stderr, code, name):
     """The first errors, each with its line of the source, and a hint where the cause is known."""
-    lines, told = code.splitlines(), []
-    for found in re.finditer(r"^[^\n:]*?([^/\n:]+):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", stderr, re.MULTILINE):
-        file, line, words = found[1], int(found[2]), found[3]
-        ours = file in (name, "kernel.cu") and line <= len(lines)
-        told.append(f"{name if ours else file}:{line}: {words}" + (f"\n    {line:4d} | {lines[line - 1].strip()}" if ours else ""))
-    hint = "\nInline PTX is for the GPU alone: put it between #ifndef CUDA_ON_CPU and #endif (ptx.h has what takes its place)." \
-        if re.search(r"\basm\b", code) and re.search(r"Error: |\basm\b|__cvta", stderr) else ""
-    return f"{name} does not compile for the CPU emulator:\n" + "\n".join(told[:8] or [stderr[-2000:]]) + hint
+    found = re.findall(r"^[^\n:]*?([^/\n:]+):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", stderr, re.MULTILINE)
+    hints = [hint for sign, word, hint in HINTS if re.search(sign, stderr) and re.search(word, code)]
+    return "\n".join([_complaint(name, [_at(*error, code, name) for error in found] or [stderr[-2000:]]), *hints])
 
 
 # ---- what is in the source --------------------------------------------------------------------------------------------------
@@ -260,12 +249,12 @@ def _with_entries(code, kernels, name, flags):
     headers = [f'#include "{header}"\n' for header, word in wanted_by.items() if word in code]
     touch = 'extern "C" void* emulator_touch_static_shared() { __shared__ char first; return &first; }\n'
     entries = "".join(f'extern "C" {{ extern const cpu::Entry emulator_entry_{kernel}; const cpu::Entry emulator_entry_{kernel} = '
-                      f'cpu::entry({", ".join(filter(None, [kernel, about["bounds"]]))}); }}\n' for kernel, about in kernels.items())
+                      f'cpu::entry<{kernel}>({about["bounds"]}); }}\n' for kernel, about in kernels.items())
     return f'{"".join([*bf16, *headers, touch, *others])}#line 1 "{name}"\n{code}\n#line 1 "entries"\n{entries}'
 
 
 def _shared_variables(library):
     """[function::name, offset, bytes] of the thread-local variables in a library, which is what __shared__ makes of variables."""
-    said = subprocess.run(["readelf", "--syms", "--wide", "--demangle", str(library)], capture_output=True, text=True).stdout
+    said = _tool("readelf", "--syms", "--wide", "--demangle", str(library)).stdout
     rows = re.findall(r"^ *\d+: ([0-9a-f]+) +(\w+) TLS +\w+ +\w+ +\d+ (.+)$", said, re.MULTILINE)
     return sorted({(name, int(offset, 16), int(size, 0)) for offset, size, name in rows if not name.endswith("::first")})

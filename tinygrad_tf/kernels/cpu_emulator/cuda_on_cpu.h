@@ -3,6 +3,7 @@
 // A CUDA thread is a fiber: a function with a stack of its own that runs until it reaches a barrier or a warp operation and
 // then hands over to the scheduler (scheduler.cpp). With checks on, every load and store calls the checker (checker.cpp).
 #pragma once
+#include <cassert>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -44,7 +45,6 @@ const void* mail_from(int lane);                // what that lane brought to the
 void take_mail(int lane, void* to, unsigned bytes);
 unsigned who_came();                            // the lanes that were there
 void check_atomic(const void* p, unsigned bytes);
-void print(const char* format, ...);
 [[noreturn]] void failed(int line, const char* what);
 
 inline int thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
@@ -93,9 +93,7 @@ template <class T, class F> __attribute__((always_inline)) inline T atomic(T* p,
 #define __all_sync(mask, p) (cpu::ballot(__LINE__, "__all_sync", mask, !(p)) == 0)
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-#define printf(...) cpu::print(__VA_ARGS__)
-#undef assert
-#define assert(truth) ((truth) ? void(0) : cpu::failed(__LINE__, "assert(" #truth ") is false"))
+extern "C" int printf(const char* format, ...);         // of the scheduler, as is what assert calls: also where <cstdio> or <cassert> follow
 #define __trap() cpu::failed(__LINE__, "__trap()")
 
 // ---- vectors: copied in one access of all their bytes, as on the GPU ------------------------------------------------------
@@ -227,20 +225,23 @@ template <class A> constexpr Parameter describe() {
     using E = typename Element<std::remove_cv_t<T>>::type;
     return {Kind<std::conditional_t<std::is_pointer_v<A>, E, std::remove_cv_t<T>>>::value, std::is_pointer_v<A>, std::is_const_v<T>, char(bytes_of<E>()), bytes_of<T>()};
 }
-typedef void (*Body)(void* kernel, void** arguments);
-struct Entry { Body body; void* kernel; const Parameter* parameters; int count, max_threads; };
+typedef void (*Body)(void** arguments);
+struct Entry { Body body; const Parameter* parameters; int count, max_threads; };
 
 template <class... A, size_t... I>              // unpacking the arguments is not the kernel's doing: not checked
 __attribute__((no_sanitize("thread", "undefined"))) void call(void (*f)(A...), void** a, std::index_sequence<I...>) {
     f(*static_cast<std::remove_const_t<A>*>(a[I])...);
 }
-template <class... A> struct Signature {
-    static constexpr Parameter parameters[sizeof...(A) + 1] = {describe<A>()...};
-    __attribute__((no_sanitize("thread", "undefined"))) static void body(void* kernel, void** arguments) {
-        call(reinterpret_cast<void (*)(A...)>(kernel), arguments, std::index_sequence_for<A...>());
+template <auto* kernel> struct Signature;
+template <class... A, void (*kernel)(A...)> struct Signature<kernel> {
+    static constexpr int count = sizeof...(A);
+    static constexpr Parameter parameters[count + 1] = {describe<A>()...};
+    __attribute__((no_sanitize("thread", "undefined"))) static void body(void** arguments) {
+        call(kernel, arguments, std::index_sequence_for<A...>());
     }
 };
-template <class... A> Entry entry(void (*f)(A...), int max_threads = 0, int = 0, int = 0) {
-    return {Signature<A...>::body, reinterpret_cast<void*>(f), Signature<A...>::parameters, int(sizeof...(A)), max_threads};
+template <auto* kernel> constexpr Entry entry(int max_threads = 0, int = 0, int = 0) {
+    using S = Signature<kernel>;
+    return {S::body, S::parameters, S::count, max_threads};
 }
 }  // namespace cpu

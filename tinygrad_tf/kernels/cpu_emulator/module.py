@@ -38,7 +38,7 @@ def schedule(seed):
 # ---- the structures of runtime.h and cuda_on_cpu.h ---------------------------------------------------------------------------
 
 class Entry(ctypes.Structure):
-    _fields_ = [("body", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("parameters", ctypes.POINTER(Parameter)), ("count", ctypes.c_int),
+    _fields_ = [("body", ctypes.c_void_p), ("parameters", ctypes.POINTER(Parameter)), ("count", ctypes.c_int),
                 ("max_threads", ctypes.c_int)]
 
 
@@ -47,7 +47,7 @@ class Variable(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    _fields_ = [("body", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+    _fields_ = [("body", ctypes.c_void_p), ("arguments", ctypes.POINTER(ctypes.c_void_p)),
                 ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint), ("seed", ctypes.c_uint),
                 ("checked", ctypes.c_uint), ("counting", ctypes.c_uint), ("seconds", ctypes.c_double), ("array_count", ctypes.c_uint),
                 ("variable_count", ctypes.c_uint), ("arrays", ctypes.POINTER(Array)), ("variables", ctypes.POINTER(Variable))]
@@ -170,7 +170,7 @@ class RawKernel:
     def _run(self, grid, block, bound, shared_mem):
         library, seed = self._library, _seed.get() if self.seed is None else self.seed
         arguments = ctypes.cast(bound.addresses, ctypes.POINTER(ctypes.c_void_p))
-        launch = Launch(self._entry.body, self._entry.kernel, arguments, grid, block, shared_mem, seed & 0xFFFFFFFF, self._module.check,
+        launch = Launch(self._entry.body, arguments, grid, block, shared_mem, seed & 0xFFFFFFFF, self._module.check,
                         self.count_traffic, self.time_limit, len(bound.pieces), len(self._variables),
                         bound.arrays, self._variables)
         found = library.dll.emulator_launch(ctypes.byref(launch))

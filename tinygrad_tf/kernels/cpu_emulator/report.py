@@ -1,6 +1,8 @@
 """What went wrong in a kernel, in the lines of its source."""
+import os
 import re
 import subprocess
+import weakref
 from dataclasses import dataclass, field, replace
 
 
@@ -45,7 +47,9 @@ class Places:
     A place below 0 is a line already, 0 is unknown.
     """
     def __init__(self, library, name, code):
-        self.library, self.name, self.lines = library, name, code.splitlines()
+        self.name, self.lines = name, code.splitlines()
+        self._library = os.open(library, os.O_RDONLY)       # the cache may drop the file while the module is in use
+        weakref.finalize(self, os.close, self._library)
         self._known = {}
 
     def look_up(self, places):
@@ -53,8 +57,8 @@ class Places:
         new = sorted({place for place in places if place > 0} - self._known.keys())
         if not new:
             return
-        command = ["addr2line", "-a", "-i", "-e", str(self.library), *map(hex, new)]
-        said = subprocess.run(command, capture_output=True, text=True).stdout
+        command = ["addr2line", "-a", "-i", "-e", "/proc/self/fd/0", *map(hex, new)]
+        said = subprocess.run(command, capture_output=True, text=True, stdin=self._library).stdout
         for place, frames in zip(new, re.split(r"^0x[0-9a-f]+\n", said, flags=re.MULTILINE)[1:]):
             self._known[place] = self._lines_of(frames)
 

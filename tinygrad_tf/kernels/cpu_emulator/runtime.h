@@ -18,9 +18,9 @@ namespace cpu {
 // ---- from Python: one launch; module.py and arguments.py have the same structures ----------------------------------------------------------
 struct Array { uintptr_t from, bytes, origin; const char* name; const unsigned char* inside; unsigned element_bytes, writable; };
 struct Variable { uintptr_t offset, bytes; const char* name; };         // of static shared memory, within the thread-local block
-typedef void (*Body)(void* kernel, void** arguments);
+typedef void (*Body)(void** arguments);
 struct Launch {
-    Body body; void* kernel; void** arguments;
+    Body body; void** arguments;
     unsigned grid[3], block[3];
     unsigned shared_bytes, seed, checked, counting;
     double seconds;

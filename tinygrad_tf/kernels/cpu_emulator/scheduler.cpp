@@ -2,6 +2,7 @@
 // waits (for a barrier or for lanes of its warp) or ends; then those whose companions have all arrived are set free.
 #include "runtime.h"
 #include <algorithm>
+#include <cassert>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
@@ -113,19 +114,10 @@ const void* mail_from(int lane) {
 void take_mail(int lane, void* to, unsigned bytes) { memcpy(to, mail_from(lane), bytes); }
 unsigned who_came() { return me->received->lanes; }
 unsigned char* dynamic_shared() { return arena + FENCE_BYTES; }
-void print(const char* format, ...) {
-    Busy busy;
-    char text[1024];
-    va_list values;
-    va_start(values, format);
-    vsnprintf(text, sizeof text, format, values);
-    va_end(values);
-    if (printed.size() < 1 << 20) printed += text;                      // like the GPU's, the buffer for printf is limited
-}
 
 static void life_of_a_thread() {
     Busy::depth = 0;                            // from here on it is the kernel's code that runs
-    launch->body(launch->kernel, launch->arguments);
+    launch->body(launch->arguments);
     Busy busy;
     for (auto& group : me->copies)
         if (!group.empty()) { complain("copy", group[0].place, 0, "a thread ends while a copy that it started is under way: wait for it (copy_wait<0>)"); break; }
@@ -283,8 +275,9 @@ static void run_block(std::vector<int>& order) {
 // ---- what a kernel may do to the process ------------------------------------------------------------------------------------------
 // Signals of the kernel's own making (a null pointer, a full stack, a division by zero) end the launch, not the process. A timer
 // of this thread's CPU time ends a kernel that does not. Both jump back to the scheduler; the fibers' stacks are given up.
-static const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-static struct sigaction previous[4], previous_clock;
+static const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
+constexpr int SIGNALS = sizeof signals / sizeof *signals;
+static struct sigaction previous[SIGNALS], previous_clock;
 static const int CLOCK = SIGRTMIN + 7;
 static pid_t launching_thread;
 static double used;
@@ -292,20 +285,22 @@ constexpr double TICK = 0.02;
 
 static void on_fault(int signal, siginfo_t* info, void* context) {
     if (!me || syscall(SYS_gettid) != launching_thread) {               // not ours: as if we were not here
-        for (int i = 0; i < 4; ++i) if (signals[i] == signal) sigaction(signal, &previous[i], nullptr);
+        for (int i = 0; i < SIGNALS; ++i) if (signals[i] == signal) sigaction(signal, &previous[i], nullptr);
         return;
     }
     const uintptr_t at = (uintptr_t)info->si_addr;
 #if defined(__x86_64__)
-    const Place place = place_of(((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP] + 1);
+    const uintptr_t instruction = ((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
 #elif defined(__aarch64__)
-    const Place place = place_of(((ucontext_t*)context)->uc_mcontext.pc + 1);
+    const uintptr_t instruction = ((ucontext_t*)context)->uc_mcontext.pc;
 #else
-    const Place place = 0;
+    const uintptr_t instruction = 0;
 #endif
+    const bool ours = instruction - (uintptr_t)module.from < module.bytes;      // not so after a call through a wild pointer
+    const Place place = ours ? place_of(instruction + 1) : 0;
     const uintptr_t stack = (uintptr_t)me->context.uc_stack.ss_sp;
     if (signal == SIGFPE) complain("arithmetic", place, 0, "an integer is divided by zero");
-    else if (signal == SIGILL) complain("stopped", place, 0, "the kernel stopped itself");
+    else if (signal == SIGILL || signal == SIGTRAP) complain("stopped", place, 0, "the kernel stopped itself");
     else if (at < stack && at >= stack - GUARD_BYTES)
         complain("stack overflow", place, 0, "the thread's local variables and calls need more than %zu KB of stack: an endless recursion, or too large arrays", STACK_BYTES >> 10);
     else if (at < 65536 && info->si_code != SI_KERNEL) complain("out of bounds", place, 0, "an access through a null pointer (address %zu)", (size_t)at);
@@ -332,7 +327,7 @@ struct Guarded {                                // from here to the end of the s
         struct sigaction ours{};
         ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
         ours.sa_sigaction = on_fault;
-        for (int i = 0; i < 4; ++i) sigaction(signals[i], &ours, &previous[i]);
+        for (int i = 0; i < SIGNALS; ++i) sigaction(signals[i], &ours, &previous[i]);
         ours.sa_flags |= SA_RESTART;
         ours.sa_sigaction = on_clock;
         sigaction(CLOCK, &ours, &previous_clock);
@@ -347,7 +342,7 @@ struct Guarded {                                // from here to the end of the s
     ~Guarded() {
         timer_delete(clock);
         sigaction(CLOCK, &previous_clock, nullptr);
-        for (int i = 0; i < 4; ++i) sigaction(signals[i], &previous[i], nullptr);
+        for (int i = 0; i < SIGNALS; ++i) sigaction(signals[i], &previous[i], nullptr);
         sigaltstack(&previous_stack, nullptr);
     }
 };
@@ -406,6 +401,26 @@ static void run_all_blocks() {
 }  // namespace cpu
 
 extern "C" {
+// The kernel's printf, assert and call of a pure virtual function: its library binds these names here before the C library's.
+int printf(const char* format, ...) {
+    using namespace cpu;
+    Busy busy;
+    char text[1024];
+    va_list values;
+    va_start(values, format);
+    vsnprintf(text, sizeof text, format, values);
+    va_end(values);
+    if (printed.size() < 1 << 20) printed += text;                      // like the GPU's, the buffer for printf is limited
+    int arguments = 0;                                                  // CUDA's printf returns their number
+    for (const char* p = strchr(format, '%'); p && p[1]; p = strchr(p + 2, '%')) arguments += p[1] != '%';
+    return arguments;
+}
+void __assert_fail(const char* truth, const char*, unsigned line, const char*) noexcept {
+    cpu::complain("stopped", -cpu::Place(line), 0, "assert(%s) is false", truth);
+    cpu::abandon();
+}
+void __cxa_pure_virtual() { cpu::failed(0, "a pure virtual function is called"); }
+
 void* emulator_touch_static_shared();           // beside the kernels
 // The number of different faults; -1 where there is no memory for the stacks.
 int emulator_launch(cpu::Launch* what) {
