@@ -1,4 +1,6 @@
 """Choosing elements: every kind of index as PyTorch reads it, in both directions; gather, scatter, sort."""
+import itertools
+
 import numpy as np
 import pytest
 from device import host, share_memory
@@ -223,3 +225,24 @@ def test_no_nan_is_another_one():
     x = torch.tensor([float("nan"), 1.0, float("nan"), 1.0])
     values, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
     assert len(torch.unique(x)) == 3 and counts.tolist() == [2, 1, 1] and inverse[1].item() == inverse[3].item() == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("kind", ["different", "tied", "NaN", "infinite", "all equal"])
+def test_topk_of_long_rows_is_the_beginning_of_a_sort(dtype, kind):
+    """Beyond 2,048 elements it does not sort: the same ids, equals in their order and NaN the largest, along either axis."""
+    if kind in ("NaN", "infinite") and dtype is np.int64:
+        pytest.skip("no such integer")
+    rng = np.random.default_rng(0)
+    x = rng.integers(-9, 9, (3, 2500)) if kind == "tied" else rng.standard_normal((3, 2500)) * 1000
+    x = np.zeros((3, 2500), dtype) if kind == "all equal" else x.astype(dtype)
+    if kind == "NaN":
+        x[0, ::7], x[1, :30] = np.nan, np.nan
+    if kind == "infinite":
+        x[0, :2450], x[1, ::3], x[2, 5] = -np.inf, np.inf, np.inf
+    for k, largest, dim in itertools.product((1, 50, 624), (True, False), (0, 1)):
+        data = torch.tensor(x.T.copy() if dim == 0 else x)
+        values, ids = data.topk(k, dim=dim, largest=largest)
+        expected = data.argsort(dim=dim, descending=largest)[(slice(None),) * dim + (slice(k),)]
+        assert torch.equal(ids, expected)
+        assert np.array_equal(host(values), host(data.gather(dim, expected)), equal_nan=True)

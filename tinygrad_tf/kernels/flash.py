@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arguments import described, require_bools, type_name, whole_number
+from ..arguments import described, require_bools, whole_number
 from ..backend import array_module, check_one_device
 from .compile import function, launch, no_array, require_arrays, rows_aligned, shared_limit, strides
 

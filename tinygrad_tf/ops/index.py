@@ -474,9 +474,26 @@ def topk_pair(input, k, dim=-1, largest=True, sorted=True):
     n = input.array.shape[d] if input.ndim else 1
     if not 0 <= k <= n:
         raise RuntimeError(f"topk: k must be between 0 and {n}, the size of dim {dim} of shape {tuple(input.shape)}, got {k}")
-    order = _order(input.array, d, descending=largest)
-    index = constant(order[(slice(None),) * d + (slice(k),)].copy() if input.ndim else order)
+    index = constant(_first(input.array, d, k, largest) if input.ndim else _order(input.array, d, largest))
     return gather(input, d, index), index
+
+
+LONG = 2048                                     # from so many elements on, finding the few largest is cheaper than sorting all
+
+
+def _first(x, d, k, largest):
+    """The first k of `_order` along axis d."""
+    xp, n = array_module(x), x.shape[d]
+    if xp is not np or n < LONG or not 0 < 4 * k < n:
+        return _order(x, d, largest)[(slice(None),) * d + (slice(k),)].copy()
+    rows = np.moveaxis(x, d, -1)
+    found = np.empty((*rows.shape[:-1], k), np.int64)
+    for where in np.ndindex(rows.shape[:-1]):
+        row = rows[where]
+        last = np.partition(row, n - k)[n - k] if largest else np.partition(row, k - 1)[k - 1]
+        kept = np.flatnonzero(~(row < last) if largest else ~(row > last))          # and NaN, which is no less: the largest of all
+        found[where] = kept[_order(row[kept], 0, largest)[:k]]
+    return np.moveaxis(found, -1, d)
 
 
 def extreme_pair(input, dim, keepdim, which):
