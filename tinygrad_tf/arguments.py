@@ -149,7 +149,9 @@ def require_functions(op, **functions):
 
 def optional_functions(op, **functions):
     """The same where None is allowed."""
-    require_functions(op, **{name: function for name, function in functions.items() if function is not None})
+    for name, function in functions.items():
+        if function is not None:
+            require_functions(op, **{name: function})
 
 
 def whole_number(op, name, value, least=None):

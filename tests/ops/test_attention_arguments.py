@@ -358,3 +358,11 @@ def test_a_task_that_was_begun_inside_stays_inside():
         gate.set()
         return await task, chosen()
     assert asyncio.run(outer()) == ("TiledAttention", "Attention")
+
+
+@pytest.mark.parametrize("p", ["x", None, [0.5], True, 1j], ids=str)
+@pytest.mark.parametrize("make", [nn.Dropout, lambda p: nn.TransformerBlock(8, 2, 16, dropout=p), lambda p: nn.FeedForward(8, 16, p),
+                                  lambda p: F.dropout(torch.ones(3), p)], ids=["Dropout", "TransformerBlock", "FeedForward", "F.dropout"])
+def test_a_probability_of_dropout_is_a_number(make, p):
+    with pytest.raises(TypeError, match="[Dd]ropout: p must be a number from 0 to 1"):
+        make(p)

@@ -2,6 +2,7 @@
 import math
 import numbers
 
+from ..arguments import checked_probability
 from ..creation import empty, ones, zeros
 from ..tensor import Tensor
 from . import functional as F
@@ -117,9 +118,7 @@ class Dropout(Module):
 
     def __init__(self, p=0.5, inplace=False):
         super().__init__()
-        if not 0 <= p <= 1:
-            raise ValueError(f"Dropout: dropout probability has to be between 0 and 1, but got {p}")
-        self.p, self.inplace = p, inplace
+        self.p, self.inplace = checked_probability("Dropout", "p", p), inplace
 
     def forward(self, x):
         return F.dropout(x, self.p, self.training, self.inplace)

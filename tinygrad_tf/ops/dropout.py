@@ -2,6 +2,7 @@
 import numpy as np
 
 from .. import philox, random
+from ..arguments import checked_probability
 from ..autograd import Function
 from ..backend import array_module
 from ._rows import require_float
@@ -31,8 +32,7 @@ def draw_keep(x, p, shape=None):
 
 def dropout(input, p=0.5, training=True, inplace=False):
     """ValueError for p outside [0, 1]; p = 1 gives zeros; outside training, and with p = 0, the input itself."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout: probability p must be between 0 and 1, got {p}")
+    p = checked_probability("dropout", "p", p)
     x = require_float("dropout", input.array)
     if not training or p == 0:
         return input

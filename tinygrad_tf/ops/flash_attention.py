@@ -39,6 +39,8 @@ class Band(NamedTuple):
 
     def allowed(self, rows, keys, xp):
         """bool [rows, keys]; None where each of the rows sees all of the keys."""
+        if self.left is self.right is None:
+            return None
         p, j = xp.arange(rows.start, rows.stop)[:, None] + self.query_offset, xp.arange(keys.start, keys.stop)
         parts = []
         if self.left is not None and keys.start < rows.stop - 1 + self.query_offset - self.left:
