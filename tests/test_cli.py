@@ -98,6 +98,59 @@ def test_generate(trained, monkeypatch, capsys):
         assert inside(trained, "generate", *options, *odd, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
 
 
+GREEDY = ["--prompt", "the ", "--max-new-tokens", "30", "--temperature", "0"]
+
+
+@pytest.mark.parametrize("more", [
+    ["--cache", "concat"], ["--cache", "paged"], ["--cache", "none"], ["--cache", "rolling", "--window", "1000"], ["--prefill-chunk", "1"],
+    ["--draft", "ngram"], ["--draft", "runs/minigpt"], ["--draft", "runs/minigpt", "--draft-tokens", "2", "--cache", "paged"],
+    ["--draft", "ngram", "--cache", "none"], ["--top-p", "0.5"], ["--min-p", "1"], ["--stop", "~never~"],
+], ids=" ".join)
+def test_a_greedy_text_is_the_same_however_it_is_computed(trained, monkeypatch, capsys, more):
+    (_, text, speed), (status, same, said) = (inside(trained, "generate", *GREEDY, *options, monkeypatch=monkeypatch, capsys=capsys)
+                                              for options in ([], more))
+    assert status == 0 and same == text
+    for lines in speed, said:
+        assert re.fullmatch(r"prefill [\d,]+ tokens in [\d.]+ s \([\d,]+ tokens/s\), decode .* tokens/s\)", lines.splitlines()[0])
+    assert said.count("\n") == 1 + ("--draft" in more) and ("drafts accepted" in said) is ("--draft" in more)
+
+
+def test_rounded_and_rolling_caches_write_too(trained, monkeypatch, capsys):
+    for more in ["--cache", "int8"], ["--cache", "int4"], ["--cache", "rolling"], ["--cache", "rolling", "--draft", "ngram"]:
+        status, out, _ = inside(trained, "generate", *GREEDY, *more, monkeypatch=monkeypatch, capsys=capsys)
+        assert status == 0 and len(out) == 4 + 30 + 1
+
+
+def test_a_text_ends_before_a_stop_string_and_at_the_context(trained, monkeypatch, capsys):
+    text = inside(trained, "generate", *GREEDY, monkeypatch=monkeypatch, capsys=capsys)[1]
+    stop = text[12:15]
+    status, out, _ = inside(trained, "generate", *GREEDY, "--stop", "~", "--stop", stop, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0 and out == text[:text.index(stop, 4)] + "\n"
+    status, out, _ = inside(trained, "generate", *GREEDY, "--at-limit", "stop", monkeypatch=monkeypatch, capsys=capsys)
+    context = cli.load_model(trained / "runs/minigpt", "cpu")[0].max_seq_len
+    assert status == 0 and out == text[:context + 1] + "\n"
+
+
+def test_penalties_change_the_text(trained, monkeypatch, capsys):
+    texts = {inside(trained, "generate", *GREEDY, *more, monkeypatch=monkeypatch, capsys=capsys)[1] for more in
+             ([], ["--repetition-penalty", "5"], ["--presence-penalty", "50"], ["--frequency-penalty", "0.1"])}
+    assert len(texts) == 4
+
+
+def test_beams(trained, monkeypatch, capsys):
+    """One beam is greedy; more find a text that is as likely, or likelier."""
+    found = {}
+    for beams in 1, 4:
+        status, out, said = inside(trained, "generate", "--prompt", "the ", "--max-new-tokens", "3", "--beams", beams,
+                                   monkeypatch=monkeypatch, capsys=capsys)
+        assert status == 0 and len(out) == 4 + 3 + 1
+        found[beams] = float(re.match(r"ln p = (-?[\d.]+), 3 tokens, ended by length\n", said)[1])
+    greedy = inside(trained, "generate", *GREEDY[:2], "--max-new-tokens", "3", "--temperature", "0", monkeypatch=monkeypatch, capsys=capsys)
+    assert found[4] >= found[1]
+    one = inside(trained, "generate", "--prompt", "the ", "--max-new-tokens", "3", "--beams", 1, monkeypatch=monkeypatch, capsys=capsys)
+    assert one[1] == greedy[1]
+
+
 def test_evaluate_prints_what_train_printed(trained, monkeypatch, capsys):
     status, out, _ = inside(trained, "evaluate", monkeypatch=monkeypatch, capsys=capsys)
     table = out[out.index("\n\n"):].strip()
@@ -149,6 +202,16 @@ def test_presets(monkeypatch):
     (["generate", "--temperature", "-1"], ["temperature"]), (["generate", "--temperature", "nan"], ["temperature"]),
     (["generate", "--temperature", "inf"], ["temperature"]), (["generate", "--temperature", "hot"], ["temperature"]),
     (["generate", "--top-k", "0"], ["top_k"]), (["generate", "--top-k", "-2"], ["top_k"]), (["generate", "--top-k", "x"], ["--top-k"]),
+    (["generate", "--top-p", "0"], ["top_p"]), (["generate", "--top-p", "1.5"], ["top_p"]), (["generate", "--min-p", "2"], ["min_p"]),
+    (["generate", "--repetition-penalty", "0"], ["repetition_penalty"]), (["generate", "--presence-penalty", "nan"], ["presence_penalty"]),
+    (["generate", "--stop", ""], ["stop string is empty"]), (["generate", "--cache", "big"], ["--cache", "paged"]),
+    (["generate", "--window", "3"], ["--window", "--cache rolling"]), (["generate", "--cache", "rolling", "--window", "0"], ["window"]),
+    (["generate", "--prefill-chunk", "0"], ["prefill_chunk"]), (["generate", "--at-limit", "go"], ["--at-limit"]),
+    (["generate", "--draft", "nowhere"], ["no checkpoint", "nowhere"]),
+    (["generate", "--draft", "ngram", "--draft-tokens", "0"], ["k must"]),
+    (["generate", "--beams", "0"], ["num_beams"]), (["generate", "--beams", "2", "--draft", "ngram"], ["--beams", "--draft"]),
+    (["generate", "--beams", "2", "--stop", "x"], ["--beams", "--stop"]),
+    (["generate", "--beams", "2", "--length-penalty", "nan"], ["length"]),
     (["generate", "--max-new-tokens", "-1"], ["max_new_tokens"]), (["generate", "--prompt", ""], ["--prompt is empty"]),
     (["generate", "--prompt", "the Ünder"], ["--prompt", "Ü"]), (["generate", "--prompt", "a\udcff"], ["--prompt"]),
     (["generate", "--seed", str(2**70)], ["seed"]), (["generate", "--run", "nowhere"], ["no checkpoint", "nowhere"]),
@@ -391,6 +454,18 @@ def assert_same_run(folder, uninterrupted, tmp_path):
 
 
 @posix
+def test_an_interrupted_text_stands(trained):
+    """Ctrl-C while it is written: what was written is there, with the speed, and exit status 130."""
+    process = subprocess.Popen([sys.executable, "-m", "tinygrad_tf", "generate", "--prompt", "the ", "--max-new-tokens", "10000000"],
+                               cwd=trained, env=runs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    begun = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and begun.startswith(b"the ") and rest.endswith(b"\n")
+    assert b"tokens/s)" in said and b"interrupted" in said and b"Traceback" not in said
+
+
+@posix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interruption_saves_and_says_how_to_resume(folder, uninterrupted, number):
     process = started(folder, *LONG, "--out", "run")
@@ -533,4 +608,4 @@ def test_threads_in_a_real_process(folder):
 def test_run_may_name_the_checkpoint_itself(trained, monkeypatch, capsys):
     by_file = inside(trained, "generate", "--run", "runs/minigpt/checkpoint.safetensors", monkeypatch=monkeypatch, capsys=capsys)
     by_folder = inside(trained, "generate", "--run", "runs/minigpt", monkeypatch=monkeypatch, capsys=capsys)
-    assert by_file == by_folder and by_file[0] == 0
+    assert by_file[:2] == by_folder[:2] and by_file[0] == 0          # and then how fast it was

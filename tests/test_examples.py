@@ -41,6 +41,15 @@ LINES = {
                               "at different barriers", "nobody has set in this block", "32× with rows of 32, 1× with rows of 33",
                               "banks.png"] if cpu_emulator.refusal() is None else ["The CPU emulator of CUDA kernels"],
     "13_device": ["cpu      loss", "ms a step", "loaded on the CPU"],
+    "14_kv_cache": ["step 3: only K3, V3 are computed   cache = [1, 2, 3]   in memory: joined [1, 2, 3], allocated once [1, 2, 3, 0, 0]",
+                    "RollingKVCache, W = 32           60 of 60", "6,144 bytes =  24 tokens: 1 + 2 + 3 blocks of 4",
+                    "2048 MiB with Hkv = H = 32, 512 with Hkv = 8", "256 times the operations at T = 256", "time_per_token.png"],
+    "15_decoding_lab": ["entropy", "top-k 5                                         5", "greedy                      0.00",
+                        "{'frequency_penalty': 0.5}", "8 beams", "decoding.png"],
+    "16_speculative_decoding": ["✓ accepted   ✗ rejected   → corrected   + bonus", "a smaller model: 47 tokens in", "n-gram: 47 tokens in",
+                                "Greedy, with either draft and without", "Σ min(p, q)", "the draft alone", "speculation.png"],
+    "17_paged_cache": ["each reads a token of its own         5 of 8 blocks   row 0: [0, 1, 3]   row 1: [0, 1, 4]   row 2: [0, 1, 2]",
+                       "step   1   AAABCCCDDDDDDEEEEE", "the preallocated cache has 81,920, for 5 × 64", "The same texts.", "blocks.png"],
 }
 pytestmark = pytest.mark.host("processes of their own, on the CPU; on a device: test_device.py")
 WRITING = [path for path in EXAMPLES if '"--out"' in path.read_text(encoding="utf-8") and (HAS_DIGITS or "digits" not in path.stem)

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 import tinygrad_tf as torch
-from tinygrad_tf import nn
-from tinygrad_tf.generation import KVCache, generate, greedy_decode, stream
+from tinygrad_tf import generation, nn
+from tinygrad_tf.generation import KVCache, Sampler, generate, greedy_decode, stream
 from tinygrad_tf.models import Decoder, Encoder, EncoderClassifier, EncoderDecoder, MiniGPT
 
 V, T_MAX, C, H, HKV, CFF, L = 20, 12, 16, 4, 2, 24, 2
@@ -236,6 +236,67 @@ def test_greedy_decoding_takes_the_likeliest_and_stops_at_the_end():
     for wrong in -1, T_MAX - 1:
         with pytest.raises(ValueError, match=f"between 0 and the model's max_seq_len={T_MAX - 2}, got {wrong}"):
             greedy_decode(model, source, 1, 2, wrong)
+
+
+def lockstep(model, source, bos_id, eos_id, max_new_tokens, source_valid=None):
+    """greedy_decode by its definition: every row is read anew at each step, to the end, together with all others."""
+    written, ended = torch.full((len(source), 1), bos_id), torch.zeros(len(source), 1, dtype=torch.bool)
+    with torch.no_grad():
+        while written.shape[1] <= max_new_tokens and not ended.all():
+            best = model(source, written, source_valid=source_valid)[0][:, -1].argmax(dim=-1, keepdim=True).masked_fill(ended, eos_id)
+            written, ended = torch.cat([written, best], dim=1), ended | (best == eos_id)
+    return written[:, 1:]
+
+
+CACHES = {
+    "no cache": {"use_cache": False},
+    "default": {},
+    "KVCache": KVCache,
+    "concatenating": lambda layers, T: generation.ConcatKVCache(layers),
+    "paged": lambda layers, T: generation.PagedKVCache(layers, 60, block_size=3),
+    "a small pool": lambda layers, T: generation.PagedKVCache(layers, 7, block_size=2),
+    "rolling": generation.RollingKVCache,
+    "8 bits": generation.QuantizedKVCache,
+}
+
+
+@pytest.mark.parametrize("how", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("n", [1, 4, T_MAX - 2])
+def test_greedy_decoding_is_its_definition_with_every_cache(how, n):
+    """Rows end at different steps and leave the cache, which is empty afterwards; in a small pool they take turns."""
+    model, (source, valid) = large(translator()), padded(ids(6, 6), 0, 2)
+    first = model(source, torch.full((6, 1), 1), source_valid=valid)[0][:, 0].argmax(dim=-1).tolist()
+    eos = max(first, key=lambda token: (first.count(token) < 6, first.count(token)))               # ends some rows at once, not all
+    assert 0 < first.count(eos) < 6
+    options = how if isinstance(how, dict) else {"cache": how(L, T_MAX)}
+    found = greedy_decode(model, source, 1, eos, n, valid, **options)
+    expected = lockstep(model, source, 1, eos, n, valid)
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    assert how is generation.QuantizedKVCache or torch.equal(found, expected)
+    assert "cache" not in options or options["cache"].length == 0
+
+
+def test_greedy_decoding_refuses_a_cache_that_is_too_short():
+    """Not a text that ends early, as if the model had written <eos>."""
+    with pytest.raises(ValueError, match="places for 4 tokens of a row, and max_new_tokens=5"):
+        greedy_decode(translator(), ids(2, 4), 1, 2, 5, cache=KVCache(L, 4))
+    assert greedy_decode(large(translator()), ids(2, 4), 1, 2, 4, cache=KVCache(L, 4)).shape[1] == 4
+    with pytest.raises(TypeError, match="a cache of tinygrad_tf.generation"):
+        greedy_decode(translator(), ids(2, 4), 1, 2, 4, cache=[])
+
+
+def test_decoding_with_a_sampler():
+    """Row i draws with seed + i, whoever is beside it; temperature 0 is greedy, and a penalty changes what is written."""
+    model, source = large(translator()), ids(4, 6)
+    drawn = greedy_decode(model, source, 1, 2, 8, sampler=Sampler(temperature=5.0), seed=3)
+    assert torch.equal(drawn, greedy_decode(model, source, 1, 2, 8, sampler=Sampler(temperature=5.0), seed=3, use_cache=False))
+    for row in range(4):
+        alone = greedy_decode(model, source[row:row + 1], 1, 2, 8, sampler=Sampler(temperature=5.0), seed=3 + row)
+        assert torch.equal(alone, drawn[row:row + 1, :alone.shape[1]])
+    greedy = greedy_decode(model, source, 1, 2, 8)
+    assert torch.equal(greedy_decode(model, source, 1, 2, 8, sampler=Sampler(temperature=0)), greedy) and not torch.equal(drawn, greedy)
+    new = greedy_decode(model, source, 1, 2, 8, sampler=Sampler(temperature=0, presence_penalty=1e6)).tolist()
+    assert all(len(set(row)) == len(row) for row in new)                            # nothing twice
 
 
 @pytest.mark.parametrize("name", ["bos_id", "eos_id"])

@@ -13,11 +13,20 @@ from pathlib import Path
 
 from . import __version__
 from .backend import device, get_default_device, module_of, tune_allocator
-from .creation import tensor
 from .data import baselines, load_text, require_length
-from .generation import stream
-from .models.common import device_of_model
-from .random import Generator
+from .generation import (
+    Batch,
+    ConcatKVCache,
+    KVCache,
+    ModelDraft,
+    NGramDraft,
+    PagedKVCache,
+    QuantizedKVCache,
+    RollingKVCache,
+    Sampler,
+    SpeculativeBatch,
+    beam_search,
+)
 from .serialization import one_line, write_atomically
 from .training import PRESETS, TrainConfig, Trainer, evaluation
 from .training.trainer import CHECKPOINT, encode_split, load_model
@@ -169,13 +178,34 @@ def _add_run(p):
 
 
 def _add_generate(commands):
-    p = commands.add_parser("generate", help="let a trained model continue a prompt")
+    p = commands.add_parser("generate", help="let a trained model continue a prompt; how fast it read and wrote goes to standard error")
     _add_run(p)
     p.add_argument("--prompt", help="the text to continue (default: a new line)")
     p.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 is greedy; 1 is the model's own distribution (default: 0.8)")
-    p.add_argument("--top-k", type=int, default=None, metavar="K", help="draw among the K likeliest only")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     p.add_argument("--seed", type=int, default=0)
+    how = p.add_argument_group("which token comes next (in this order)")
+    how.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: what is there already is less likely")
+    how.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="taken from the logit of what is there already")
+    how.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="the same, as often as it is there")
+    how.add_argument("--temperature", type=float, default=0.8, help="0 is greedy; 1 is the model's own distribution (default: 0.8)")
+    how.add_argument("--top-k", type=int, default=None, metavar="K", help="draw among the K likeliest only")
+    how.add_argument("--top-p", type=float, default=None, metavar="P", help="… among the fewest whose probabilities reach P")
+    how.add_argument("--min-p", type=float, default=None, metavar="P", help="… among those at least P times as likely as the likeliest")
+    how.add_argument("--beams", type=int, default=None, metavar="N", help="instead of drawing: the likeliest text that a search with N "
+                                                                          "beams finds")
+    how.add_argument("--length-penalty", type=float, default=1.0, metavar="A", help="of beams: Σ ln p / length^A (default: 1)")
+    work = p.add_argument_group("how it is computed (the text is the same)")
+    work.add_argument("--cache", choices=["preallocated", "concat", "paged", "rolling", "int8", "int4", "none"], default="preallocated",
+                      help="keys and values of past tokens; rolling sees the last --window tokens, int8 and int4 are rounded: then the "
+                           "text may differ")
+    work.add_argument("--window", type=int, default=None, metavar="W", help="of the rolling cache (default: half of the context)")
+    work.add_argument("--prefill-chunk", type=int, default=None, metavar="N", help="read the prompt N tokens at a time")
+    work.add_argument("--at-limit", choices=["slide", "stop"], default="slide", help="at the end of the model's context: read the newer "
+                                                                                     "half of it anew, or stop (default: slide)")
+    work.add_argument("--draft", metavar="ngram|DIR", help="speculative decoding: proposals from the text itself, or from the model of "
+                                                           "a smaller run; greedy texts are the same, others as likely")
+    work.add_argument("--draft-tokens", type=int, default=4, metavar="K", help="how many tokens are proposed at a time (default: 4)")
     p.set_defaults(command=generate)
 
 
@@ -306,7 +336,7 @@ def finish(trainer):
     trainer.metrics.draw(ngrams)
     print_comparison(final_loss(trainer), ngrams)
     prompt = default_prompt(trainer.tokenizer)
-    sample = "".join(stream_text(trainer.model, trainer.tokenizer, prompt, 400, 0.8, None, trainer.config.seed))
+    sample = written(trainer.model, trainer.tokenizer, prompt, 400, 0.8, trainer.config.seed)
     write_atomically(trainer.folder / "sample.txt", sample)
     print(f"\nA sample (temperature 0.8):\n{sample}\n")
     print(f"Written to {trainer.folder}/: {CHECKPOINT}, metrics.csv, loss.png, sample.txt")
@@ -333,11 +363,12 @@ def default_prompt(tokenizer):
     return "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
 
 
-def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed):
-    """The continuation of a prompt, character by character. ValueError, before the first, for what cannot be done."""
-    ids = tensor(tokenizer.encode(prompt, errors="strict")[None], device=device_of_model(model))
-    tokens = stream(model, ids, max_new_tokens, temperature, top_k, Generator().manual_seed(seed))
-    return (tokenizer.decode(next_id.cpu().numpy()[0]) for next_id in tokens)
+def written(model, tokenizer, prompt, max_new_tokens, temperature, seed):
+    """A sample that continues a prompt, as long as asked for."""
+    batch = Batch(model, tokenizer=tokenizer, max_rows=1, at_limit="slide")
+    row = batch.add(prompt, max_new_tokens, sampler=Sampler(temperature), seed=seed)
+    batch.run()
+    return row.text
 
 
 # --- generate and evaluate --------------------------------------------------------------------------------------------
@@ -349,11 +380,65 @@ def generate(arguments):
     prompt = arguments.prompt or default_prompt(tokenizer)
     if unknown := [character for character in prompt if character not in tokenizer.characters]:
         raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
-    pieces = stream_text(model, tokenizer, prompt, arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)
+    if arguments.beams is not None:
+        return print_beam(arguments, model, tokenizer, prompt)
+    sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.repetition_penalty,
+                      arguments.presence_penalty, arguments.frequency_penalty)
+    batch = batch_of(arguments, model, tokenizer)
+    row = batch.add(tokenizer.encode(prompt, errors="strict"), arguments.max_new_tokens, sampler=sampler, seed=arguments.seed,
+                    stop=arguments.stop)
     print(prompt.lstrip("\n"), end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print(flush=True)
+    try:
+        for row in batch:
+            print(row.piece, end="", flush=True)
+    finally:
+        print(flush=True)
+        print(batch.speed, file=sys.stderr)
+    if arguments.draft:
+        print(batch.report, file=sys.stderr)
+
+
+def batch_of(arguments, model, tokenizer):
+    """What writes the text: its cache, its draft, if there is one, and what it does at the end of the context."""
+    options = {"use_cache": arguments.cache != "none", "max_rows": 1, "at_limit": arguments.at_limit,
+               "prefill_chunk": arguments.prefill_chunk}
+    cache = chosen_cache(arguments, model)
+    if not arguments.draft:
+        return Batch(model, cache, tokenizer, **options)
+    return SpeculativeBatch(model, chosen_draft(arguments, tokenizer), cache, tokenizer, k=arguments.draft_tokens, **options)
+
+
+def chosen_cache(arguments, model):
+    layers, context = len(model.blocks), model.max_seq_len
+    if arguments.window is not None and arguments.cache != "rolling":
+        raise UserError(f"--window is of the rolling cache; add --cache rolling, or leave it out (got --cache {arguments.cache})")
+    slack = arguments.draft_tokens if arguments.draft else 0
+    return {"preallocated": lambda: KVCache(layers, context), "concat": lambda: ConcatKVCache(layers),
+            "paged": lambda: PagedKVCache(layers, -(-context // 16)),
+            "rolling": lambda: RollingKVCache(layers, max(1, context // 2) if arguments.window is None else arguments.window, slack=slack),
+            "int8": lambda: QuantizedKVCache(layers, context, bits=8), "int4": lambda: QuantizedKVCache(layers, context, bits=4),
+            "none": lambda: None}[arguments.cache]()
+
+
+def chosen_draft(arguments, tokenizer):
+    if arguments.draft == "ngram":
+        return NGramDraft()
+    model, other, _ = load_model(Path(arguments.draft), arguments.device)
+    if other != tokenizer:
+        raise UserError(f"--draft {arguments.draft}: its vocabulary is another one; both models must be trained on one text")
+    return ModelDraft(model)
+
+
+def print_beam(arguments, model, tokenizer, prompt):
+    """The best text of a beam search, as a whole: it is not known before."""
+    if arguments.draft or arguments.stop:
+        raise UserError("--beams searches for one whole text: leave out --draft and --stop")
+    ids = tokenizer.encode(prompt, errors="strict")
+    best, *_ = beam_search(model, ids, arguments.max_new_tokens, num_beams=arguments.beams, length_penalty=arguments.length_penalty,
+                           cache=chosen_cache(arguments, model), use_cache=arguments.cache != "none",
+                           prefill_chunk=arguments.prefill_chunk)
+    print(prompt.lstrip("\n") + tokenizer.decode(best.new_ids))
+    print(f"ln p = {best.logprob:.2f}, {len(best.new_ids)} tokens, ended by {best.finish_reason}", file=sys.stderr)
 
 
 def evaluate(arguments):

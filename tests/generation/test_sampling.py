@@ -522,8 +522,8 @@ def test_a_sampler_is_immutable_and_copies():
 
 
 @pytest.mark.parametrize("options, uses", [
-    ({}, False), ({"temperature": 0, "logit_bias": {1: 1.0}}, False), ({"repetition_penalty": 1.1}, True), ({"repetition_penalty": 0.9}, True),
-    ({"presence_penalty": -1}, True),
+    ({}, False), ({"temperature": 0, "logit_bias": {1: 1.0}}, False), ({"repetition_penalty": 1.1}, True),
+    ({"repetition_penalty": 0.9}, True), ({"presence_penalty": -1}, True),
     ({"frequency_penalty": 0.1}, True), ({"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0.0}, False)], ids=str)
 def test_whether_history_is_used(options, uses):
     sampler = Sampler(**options)

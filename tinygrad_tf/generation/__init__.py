@@ -9,4 +9,5 @@ from .paged import PagedKVCache
 from .quantized import QuantizedKVCache
 from .rolling import RollingKVCache
 from .sampling import Sampler, sample
+from .speculative import ModelDraft, NGramDraft, SpeculativeBatch, speculative_generate
 from .text import TextStream

@@ -9,6 +9,7 @@ sent back to wait, the window may slide, a step may be interrupted, and the text
 """
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -20,7 +21,7 @@ from ..creation import tensor
 from ..models.common import device_of_model
 from ..nn import functional as F
 from ..ops.shape import cat, stack
-from ..random import Generator
+from ..random import Generator, chosen
 from . import token_path
 from .cache import Cache, KVCache
 from .inference import inference
@@ -28,6 +29,20 @@ from .sampling import Sampler, check_number
 from .text import TextStream
 
 LIMITS = ("stop", "slide")
+
+
+class RowGenerator(Generator):
+    """The random numbers of one row. Those for a token are the same however often they are drawn, until the row has it: `go_on`."""
+
+    _drawn = None
+
+    def exponential(self, *args, **options):
+        if self._drawn is None:
+            self._drawn = super().exponential(*args, **options)
+        return self._drawn
+
+    def go_on(self):
+        self._drawn = None
 
 
 class Row:
@@ -59,15 +74,16 @@ class Row:
         return self.ids[self.first:] if self.first else self.ids
 
     def take(self, token):
-        """The next token; sets `piece`, the text that is certain now and was not before."""
+        """The next token; sets `piece`, the text that is certain now and was not before. Of an error nothing is left."""
+        ends = token in self.eos_ids
+        self.piece = self.stream.push(token) if self.stream and not ends else ""
         self.ids.append(token)
-        self.piece = ""
-        if token in self.eos_ids:
+        if isinstance(self.generator, RowGenerator):
+            self.generator.go_on()
+        if ends:
             return self.finish("eos")
-        if self.stream:
-            self.piece = self.stream.push(token)
-            if self.stream.stopped is not None:
-                return self.finish("stop")
+        if self.stream and self.stream.stopped is not None:
+            return self.finish("stop")
         if len(self.ids) - len(self.prompt) >= self.max_new_tokens:
             self.finish("length")
 
@@ -131,6 +147,7 @@ class Batch:
         self.prefill_chunk = prefill_chunk or getattr(self.cache, "window", None)
         self.limit = context_limit(model, self.cache)
         self.live, self.joining, self.waiting, self.speed, self._added = [], [], deque(), Speed(), 0
+        self._due, self._given = deque(), []            # of a step: who gets what, and who has got it
 
     def add(self, prompt, max_new_tokens, *, sampler=None, generator=None, seed=None, eos_id=None, stop=()):
         """A `Row` that joins at the next step with room: prompt is a str, for which the batch has a tokenizer, or ids.
@@ -147,7 +164,8 @@ class Batch:
         if seed is not None:
             if generator is not None:
                 raise ValueError("Batch.add: a seed makes a generator of the row's own: give one of the two")
-            generator = Generator().manual_seed(seed)
+            generator = RowGenerator().manual_seed(seed)
+        chosen(generator)                               # TypeError for what is none
         stream = TextStream(self.tokenizer, stop) if self.tokenizer else None
         if stop and not stream:
             raise ValueError("Batch.add: stop strings are looked for in text: give the batch a tokenizer")
@@ -165,7 +183,10 @@ class Batch:
             if self.tokenizer is None:
                 raise TypeError("Batch.add: the prompt is a str, and the batch has no tokenizer: give it one, or pass ids")
             prompt = self.tokenizer.encode(prompt)
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(ids, Iterable):
+            raise TypeError(f"Batch.add: a prompt must be a str or ids [T], got {type_name(prompt)}")
+        ids = list(ids)
         if not ids or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
             raise ValueError(f"Batch.add: a prompt must be ids [T] with at least one token, got {str(ids)[:80]}")
         vocab_size = getattr(self.model, "vocab_size", None)
@@ -183,6 +204,7 @@ class Batch:
 
     def remove(self, row):
         """Takes a row out that has not ended; it keeps what it has."""
+        self._due = deque(due for due in self._due if due[0] is not row)
         if row in self.waiting:
             self.waiting.remove(row)
         elif row in self.live:
@@ -190,27 +212,34 @@ class Batch:
 
     def __iter__(self):
         """Each row whenever it has got a token, until all have ended."""
-        while self.live or self.waiting:
+        while self.live or self.waiting or self._given:
             yield from self.step()
 
     def run(self):
         """Writes until all rows have ended."""
-        while self.live or self.waiting:
+        while self.live or self.waiting or self._given:
             self.step()
 
     # --- a step -----------------------------------------------------------------------------------------------------------
 
     def step(self):
-        """A token for every row that is live then; returns them. After an error, or Ctrl-C, no row has lost anything."""
+        """A token for every row that is live then; returns them.
+
+        After an error, or Ctrl-C, no row has lost anything; what was drawn by then, the next step gives.
+        """
         try:
-            with inference(self.model):
-                rows, tokens, logprobs = self._next_tokens()
-            for row, token, logprob in zip(rows, tokens, logprobs):
-                self._give(row, token, logprob)
+            if not (self._due or self._given):
+                self._due = deque(zip(*self._next_tokens()))
+            while self._due:
+                self._give(*self._due[0])
+                self._given.append(self._due.popleft()[0])
+            self._keep([row.finish_reason is None for row in self.live])
+            if not self.live:                           # after an interrupted step, those that have ended now are among the waiting
+                self._all_wait()
         except BaseException:
             self._all_wait()
             raise
-        self._keep([row.finish_reason is None for row in self.live])
+        rows, self._given = self._given, []
         return rows
 
     def _next_tokens(self):
@@ -241,15 +270,19 @@ class Batch:
         """`joining`: the rows whose window is to be read in this step: those that slide, then, as far as there is room, those that wait."""
         leaving = [row for row in self.live if self.cache is None or self._is_full(row)]
         if leaving:
-            self._keep([row not in leaving for row in self.live])
             self.joining += leaving
+            self._keep([row not in leaving for row in self.live])
             for row in leaving:
                 self._slide(row)
         self._make_room()
         while self.waiting and len(self.live) + len(self.joining) < self.max_rows and self._has_room([*self.joining, self.waiting[0]]):
-            self.joining.append(self.waiting.popleft())
+            self._first_joins()
         if self.waiting and not self.live and not self.joining:
-            self.joining.append(self.waiting.popleft())         # alone, or with an error that says what is too small
+            self._first_joins()                                 # alone, or with an error that says what is too small
+
+    def _first_joins(self):
+        self.joining.append(self.waiting[0])                    # it is in one of the two lists at any time
+        self.waiting.popleft()
 
     def _slide(self, row):
         if self._is_full(row):
@@ -257,7 +290,7 @@ class Batch:
 
     def _has_room(self, joining):
         """Whether the cache holds these rows, and one more token of each live one."""
-        return self.cache is None or self.cache.fits([len(row.window) + 1 for row in joining])
+        return self.cache is None or self.cache.fits(len(row.window) + 1 for row in joining)
 
     def _make_room(self):
         """Where a pool of blocks has no place for one more token of each row, the newest rows wait, and are read anew later."""
@@ -274,8 +307,11 @@ class Batch:
             self.cache.reorder(rows) if rows else self.cache.reset()
 
     def _all_wait(self):
-        self.waiting.extendleft(reversed(self.live + self.joining))
+        """Who has not ended waits, and is read anew; a row that is in two lists was on its way from one to the other."""
+        self.waiting = deque(row for row in dict.fromkeys([*self.live, *self.joining, *self.waiting]) if row.finish_reason is None)
         self.live, self.joining = [], []
+        for row in self.waiting:
+            self._slide(row)
         if self.cache is not None:
             self.cache.reset()
 
@@ -296,9 +332,14 @@ class Batch:
         """Logits [B, V] after the whole window of each row; the rows are live then."""
         begin = time.perf_counter()
         apart = self.cache if self.cache is None or not self.live else self.cache.empty()
-        logits = self._prefill(rows, apart)
-        if apart is not self.cache:
-            self.cache.join(apart)
+        try:
+            logits = self._prefill(rows, apart)
+            if apart is not self.cache:
+                self.cache.join(apart)
+        except BaseException:
+            if apart is not None:
+                apart.reset()                           # the frames of an error live on, and with them the blocks would
+            raise
         self.live, self.joining = self.live + rows, []
         self.speed.add("prefill", sum(len(row.window) for row in rows), time.perf_counter() - begin)
         return logits
@@ -321,12 +362,13 @@ class Batch:
         device = device_of_model(self.model)
         ids, valid = tensor(ids, device=device), None if valid is None else tensor(valid, device=device)
         options = {} if cache is None else {"cache": cache}
-        if self.source is not None:
-            return self.model.decode(ids, self.source.select([row.number for row in rows]), valid, **options)
-        return self.model(ids, **options, **({} if valid is None else {"valid_tokens": valid}))[0]
+        with inference(self.model):
+            if self.source is not None:
+                return self.model.decode(ids, self.source.select([row.number for row in rows]), valid, **options)
+            return self.model(ids, **options, **({} if valid is None else {"valid_tokens": valid}))[0]
 
     def _logprobs(self, logits, tokens):
-        return [float(row[token]) for row, token in zip(F.log_softmax(logits.double(), dim=-1).tolist(), tokens)]
+        return F.log_softmax(logits.double(), dim=-1).gather(1, tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
 
 
 GREEDY = Sampler(temperature=0)
@@ -339,8 +381,8 @@ def choose(logits, rows):
         group = [i for i, row in enumerate(rows) if row.sampler is sampler]
         generators = [rows[i].generator for i in group]
         shared = all(generator is generators[0] for generator in generators)
-        drawn = sampler(logits if len(group) == len(rows) else logits[group], [rows[i].ids for i in group] if sampler.uses_history else None,
-                        generators[0] if shared else generators)
+        history = [rows[i].ids for i in group] if sampler.uses_history else None
+        drawn = sampler(logits if len(group) == len(rows) else logits[group], history, generators[0] if shared else generators)
         for i, (token,) in zip(group, drawn.tolist()):
             tokens[i] = token
     return tokens
@@ -384,7 +426,8 @@ def check_positive(op, name, value):
 
 
 def _eos_ids(eos_id, model):
-    ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, Integral) else tuple(eos_id)
+    ids = eos_id.tolist() if hasattr(eos_id, "tolist") else eos_id
+    ids = () if ids is None else tuple(ids) if isinstance(ids, Iterable) else (ids,)
     for i in ids:
         check_number("Batch.add", "eos_id", i, Integral, "an integer, or several")
     vocab_size = getattr(model, "vocab_size", None)
@@ -400,6 +443,8 @@ def complete(model, prompts, max_new_tokens, *, cache=None, tokenizer=None, samp
     seed: row i draws with seed + i, and writes what it would write alone. on_token(row) is called at each token: `row.piece` is the
     text that it made certain. options: of `Batch`; the others: of `Batch.add`.
     """
+    if isinstance(prompts, str):
+        raise TypeError("complete: prompts must be a list of prompts, got a str: write [prompt]")
     batch = Batch(model, cache, tokenizer, **options)
     rows = [batch.add(prompt, max_new_tokens, sampler=sampler, seed=None if seed is None else seed + i, eos_id=eos_id, stop=stop)
             for i, prompt in enumerate(prompts)]

@@ -10,12 +10,13 @@ RollingKVCache      the last W tokens, and the first few                        
 QuantizedKVCache    8 or 4 bits a number                                                 quantized.py
 """
 import copy
+import weakref
 from contextlib import contextmanager
 from numbers import Integral
 
 import numpy as np
 
-from ..arguments import optional_tensors
+from ..arguments import optional_tensors, require_tensors
 from ..autograd import constant
 from ..backend import CPU, array_module, check_one_device, device_of, to_device
 from .places import Places
@@ -45,10 +46,11 @@ class Cache:
         return LayerCache(self)
 
     def layer(self, i):
-        return self.layers[i]
+        return LayerView(self, self.layers[i])
 
     def reset(self):
         """Forgets all tokens and keeps the memory."""
+        self._check_no_pass("reset")
         self._padding = None
         for layer in self.layers:
             layer.lengths = None
@@ -95,12 +97,8 @@ class Cache:
         padding = self._padding_with(new, B, T)
         self.places = self._places(np.zeros(B, np.int64) if lengths is None else lengths, T, new)
         try:
-            self._make_room(self.places)
-            yield self.places
-        except BaseException:
-            self._take_back(self.places.starts)
-            raise
-        else:
+            with self._room(self.places):
+                yield self.places
             for layer in self.layers:
                 layer.keep(self.places)
             self._padding = padding
@@ -110,11 +108,14 @@ class Cache:
     def _places(self, starts, T, new):
         return Places(starts, T, new)
 
+    @contextmanager
+    def _room(self, places):
+        """Around a pass: ValueError where it does not fit; what was taken for it is given back after an error."""
+        self._make_room(places)
+        yield
+
     def _make_room(self, places):
         """ValueError where the pass does not fit."""
-
-    def _take_back(self, lengths):
-        """What `_make_room` took for tokens beyond these lengths."""
 
     def _new_columns(self, B, T, valid_tokens):
         """bool [B, T], or None where all are real."""
@@ -156,13 +157,13 @@ class Cache:
 
     def trim(self, lengths):
         """Forgets what came after `lengths`, a number or one for each row; ValueError where a row does not hold as many."""
-        held = self._held("trim")
-        lengths = np.broadcast_to(np.asarray(lengths, dtype=np.int64), held.shape).copy()
-        if ((lengths < 0) | (lengths > held)).any():
-            raise ValueError(f"{type(self).__name__}.trim: rows hold {held.tolist()} tokens, got {lengths.tolist()}; none can be added")
+        held, lengths = self._held("trim"), self._whole("trim", "lengths", lengths)
+        if lengths.shape not in ((), held.shape) or ((lengths < 0) | (lengths > held)).any():
+            raise ValueError(f"{type(self).__name__}.trim: rows hold {held.tolist()} tokens, got {lengths.tolist()}; a number, or one for "
+                             f"each row, says how many stay")
+        lengths = np.broadcast_to(lengths, held.shape).copy()
         self._check_trim(held, lengths)
         self._set_lengths(lengths)
-        self._take_back(lengths)
 
     def _check_trim(self, held, lengths):
         """ValueError where what should come back was overwritten."""
@@ -176,7 +177,7 @@ class Cache:
 
     def fork(self, rows=None):
         """A cache of the same kind with copies of these rows, or of all; what either reads later is its own."""
-        rows, held = self._checked_rows("fork", range(len(self._held("fork"))) if rows is None else rows)
+        rows, held = self._checked_rows("fork", rows)
         other = self.empty()
         for layer, source in zip(other.layers, self.layers):
             layer.copy_from(source, rows)
@@ -189,6 +190,8 @@ class Cache:
         if held is None or other is self or (other.codec, len(other.layers)) != (self.codec, len(self.layers)):
             raise TypeError(f"{type(self).__name__}.join: needs another cache of the same kind and layers, got {other!r}")
         mine = self._held("join")
+        for layer, more in zip(self.layers, other.layers):
+            layer.check_join(more)
         self._take_rows(other, held)
         self._set_lengths(np.concatenate([mine, held]))
         other.reset()
@@ -207,21 +210,36 @@ class Cache:
     def _set_lengths(self, lengths):
         self._padding = None
         for layer in self.layers:
-            layer.lengths = lengths
+            layer.lengths = lengths if len(lengths) else None       # without rows it is as new, and serves any B
 
     def _held(self, method):
-        if self.places is not None:
-            raise RuntimeError(f"{type(self).__name__}.{method}: a pass is going on")
+        self._check_no_pass(method)
         return np.zeros(0, np.int64) if self.lengths is None else self.lengths
 
+    def _check_no_pass(self, method):
+        if self.places is not None:
+            raise RuntimeError(f"{type(self).__name__}.{method}: a pass is going on; wait for its end")
+
     def _checked_rows(self, method, rows):
+        """(rows [B], None meaning all, how many tokens each row holds)"""
         held = self._held(method)
-        rows = np.asarray(list(rows) if not hasattr(rows, "tolist") else rows.tolist())
-        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        rows = np.arange(len(held)) if rows is None else self._whole(method, "rows", rows)
+        if rows.ndim != 1:
             raise TypeError(f"{type(self).__name__}.{method}: rows must be whole numbers [B], got {rows.tolist()}")
         if rows.size and not (0 <= rows.min() and rows.max() < len(held)):
             raise IndexError(f"{type(self).__name__}.{method}: there are {len(held)} rows, got {rows.tolist()}")
-        return rows.astype(np.int64), held
+        return rows, held
+
+    def _whole(self, method, what, values):
+        """A number, or several in a list, an array or a tensor, as int64; TypeError for others."""
+        values = values.tolist() if hasattr(values, "tolist") else values
+        try:
+            found = np.asarray(values if isinstance(values, Integral) else list(values))
+        except (TypeError, ValueError):
+            found = np.asarray(None)
+        if found.dtype.kind not in "iu" and (found.size or found.ndim != 1):
+            raise TypeError(f"{type(self).__name__}.{method}: {what} must be whole numbers, got {values!r}")
+        return found.astype(np.int64)
 
     def __repr__(self):
         lengths = None if self.lengths is None else self.lengths.tolist()
@@ -264,6 +282,24 @@ class ConcatKVCache(Cache):
         return end
 
 
+class LayerView:
+    """What `layer(i)` gives out: a layer, and with it its cache, which the layer alone does not keep alive.
+
+    So no two objects hold each other, and a cache that is dropped is freed at once, with its arrays and blocks.
+    """
+
+    def __init__(self, cache, layer):
+        self.cache, self.of = cache, layer
+
+    def update(self, k, v):
+        return self.of.update(k, v)             # while it runs, self keeps the cache
+
+    def __getattr__(self, name):
+        return getattr(self.of, name)
+
+    length = property(lambda self: self.of.length, lambda self, length: setattr(self.of, "length", length))
+
+
 class LayerCache:
     """One layer's part: keys and values as arrays [rows, Hkv, slots, Dh], or what a codec makes of them.
 
@@ -275,8 +311,9 @@ class LayerCache:
     like = None                     # [Hkv, Dh] and dtype of keys, and of values
 
     def __init__(self, cache):
-        self.cache = cache
+        self._cache = weakref.ref(cache)
 
+    cache = property(lambda self: self._cache())
     places = property(lambda self: self.cache.places)
     k = property(lambda self: self.fields and self.fields[0])
     v = property(lambda self: self.fields and self.fields[-1])
@@ -288,7 +325,7 @@ class LayerCache:
     @length.setter
     def length(self, length):
         if self.lengths is not None:
-            self.lengths = np.minimum(self.lengths, length)
+            self.lengths = np.minimum(self.lengths, length) if length else None
 
     @property
     def nbytes(self):
@@ -296,37 +333,44 @@ class LayerCache:
 
     def update(self, k, v):
         """Writes k, v [B, Hkv, T, Dh] and returns all keys and values that there are then, [B, Hkv, S, Dh]; see `Places`."""
-        places = self.places or self._alone(k)
-        self._check(k, v, places)
-        k, v = self.extend(k.array, v.array, places)
-        if self.places is None:
+        self._check_tensors(k, v)
+        if self.places is not None:
+            return self._update(k, v, self.places)
+        places = self._alone(k)
+        with self.cache._room(places):
+            found = self._update(k, v, places)
             self.keep(places)
-        return constant(k), constant(v)
+        return found
+
+    def _update(self, k, v, places):
+        self._check(k, v, places)
+        return tuple(map(constant, self.extend(k.array, v.array, places)))
 
     def extend(self, k, v, places):
         """`update` on arrays, within a pass; nothing is checked."""
-        new = (*self._encode(k), *self._encode(v))
+        new = (k, v) if self.cache.codec is None else (*self._encode(k), *self._encode(v))
         self._write(new, places)
         out = new if places.fresh else self._read(new, places)
+        if self.cache.codec is None:
+            return out
         half = len(out) // 2
         return self._decode(out[:half]), self._decode(out[half:])
 
     def keep(self, places):
         """From now on the tokens of this pass count."""
-        self.lengths = places.ends
+        self.lengths = places.ends if len(places) else None
 
     def _alone(self, k):
         places = self.cache._places(np.zeros(k.shape[0], np.int64) if self.lengths is None else self.lengths, k.shape[2], None)
         if not places.aligned:
-            raise RuntimeError(f"{self._name}: its rows differ; read with a model, or within cache.reading(B, T)")
-        self.cache._make_room(places)
+            raise RuntimeError(f"{self._name}: its rows differ, or it rolls; read with a model, or within cache.reading(B, T)")
         return places
 
     def _encode(self, a):
-        return (a,) if self.cache.codec is None else self.cache.codec.encode(a)
+        return self.cache.codec.encode(a)
 
     def _decode(self, parts):
-        return parts[0] if self.cache.codec is None else self.cache.codec.decode(*parts, dtype=self.like[0][1])
+        return self.cache.codec.decode(*parts, dtype=self.like[0][1])
 
     # --- memory ---------------------------------------------------------------------------------------------------------
 
@@ -340,9 +384,9 @@ class LayerCache:
 
     def _allocate(self, new, rows, slots):
         """Memory for so many rows and slots; what is there is kept."""
-        kept = [field[:rows, :, :slots] for field in self.fields or ()]
         if self.fields and self.fields[0].shape[0] >= rows and self.fields[0].shape[2] == slots:
             return
+        kept = [field[:rows, :, :slots] for field in self.fields or ()]
         xp = array_module(new[0])
         self.fields = [xp.zeros((rows, a.shape[1], slots, *a.shape[3:]), dtype=a.dtype) for a in new]
         for field, a in zip(self.fields, kept):
@@ -372,11 +416,11 @@ class LayerCache:
             field[:len(rows), :, :a.shape[2]] = a
 
     def join(self, other):
-        if other.fields is None:
+        if other.lengths is None or not other.fields:
             return
         B, more, length = 0 if self.lengths is None else len(self.lengths), len(other.lengths), max(self.length, other.length)
         taken = other._rows(np.arange(more))
-        self.like = other.like
+        self._serve(other.like, device_of(other.fields[0]))
         self._allocate(taken, max(B + more, self.cache.rows), max(self.cache.slots(length), 0))
         for field, a in zip(self.fields, taken):
             field[B:B + more, :, :a.shape[2]] = a
@@ -385,27 +429,44 @@ class LayerCache:
 
     _name = property(lambda self: type(self.cache).__name__)
 
-    def _check(self, k, v, places):
+    def _check_tensors(self, k, v):
+        require_tensors(self._name, k=k, v=v)
+        if k.ndim != 4 or v.ndim != 4:
+            raise ValueError(f"{self._name}: keys and values must be [B, Hkv, T, Dh], got {tuple(k.shape)} and {tuple(v.shape)}")
         if k.requires_grad or v.requires_grad:
             raise RuntimeError(f"{self._name}: gradients cannot flow through cached keys and values; use it under no_grad()")
         if k.shape[2] != v.shape[2]:
             raise ValueError(f"{self._name}: {k.shape[2]} keys came with {v.shape[2]} values; every token has one of each")
+
+    def _serve(self, rows, device):
+        """From now on it holds such rows; after reset() it may serve another model."""
+        if self.lengths is None and self.fields and (self.like != rows or device_of(self.fields[0]) != device):
+            self.fields = None
+        self.like = rows
+
+    def check_join(self, other):
+        if self.lengths is None or other.lengths is None:
+            return
+        if self.like != other.like:
+            raise ValueError(f"{self._name}.join: holds [Hkv, Dh] and numbers of {self.like}, the other cache {other.like}; use one cache "
+                             f"for one model")
+        check_one_device(f"{self._name}.join", [layer.fields[0] for layer in (self, other) if layer.fields])
+
+    def _check(self, k, v, places):
         rows = [_row(a.array) for a in (k, v)]
-        if self.like is not None and self.lengths is None and self.like != rows:        # after reset() it may serve another model
-            self.fields, self.like = None, None
-        check_one_device(self._name, [k.array, v.array, *(self.fields or ())[:1]])
+        check_one_device(self._name, [k.array, v.array, *((self.fields or ())[:1] if self.lengths is not None else ())])
         if not (len(k) == len(v) == len(places) and k.shape[2] == places.T):
             raise ValueError(f"{self._name}: this pass is over [B, T] = [{len(places)}, {places.T}], got keys {tuple(k.shape)} and values "
                              f"{tuple(v.shape)}; use one cache for one batch of one model")
-        for row, held in zip(rows, self.like or rows):
+        for row, held in zip(rows, rows if self.lengths is None else self.like):
             if row != held:
-                raise ValueError(f"{self._name}: holds [Hkv, Dh] and numbers of {held}, got {row}; use one cache for one batch of one model")
-        self.like = rows
+                raise ValueError(f"{self._name}: holds [Hkv, Dh] and numbers of {held}, got {row}; use one cache for one model")
+        self._serve(rows, device_of(k.array))
 
 
 def put(field, new, places):
     """field[b, :, position] = new[b, :, t] for every real token.    field: [rows, Hkv, slots, …]  new: [B, Hkv, T, …]"""
-    if places.new is None and places.aligned:
+    if places.new is None and places.aligned and len(places):
         field[:len(places), :, places.start:places.start + places.T] = new
         return
     b, t = (places.index(device_of(field), f"real {i}", lambda i=i: places.real[i]) for i in range(2))
@@ -413,12 +474,12 @@ def put(field, new, places):
     field[b, :, slots] = new[b, :, t]
 
 
-def check_size(name, what, value):
-    """TypeError or ValueError unless value is a whole number of at least 1."""
+def check_size(name, what, value, least=1):
+    """TypeError or ValueError unless value is a whole number of at least 1, or `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: {what} must be an integer, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name}: {what} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name}: {what} must be at least {least}, got {value}")
 
 
 def _as_bools(name, valid_tokens):

@@ -1,6 +1,9 @@
 """Generation in lockstep: prompts [B, T] of one length, ids [B, 1] a step. Both are `Batch`, in fewer words (guide 9.8)."""
+import numpy as np
+
 from ..arguments import optional_tensors, require_tensors
-from ..creation import tensor
+from ..autograd import constant
+from ..backend import to_device
 from ..ops.shape import cat
 from .batch import Batch
 from .sampling import Sampler
@@ -10,10 +13,10 @@ def stream(model, prompt_ids, max_new_tokens, temperature=1.0, top_k=None, gener
            cache=None, eos_id=None, at_limit="slide", prefill_chunk=None, **sampling):
     """Yields the next ids [B, 1], one step at a time, for a prompt [B, T]; temperature, top_k and `sampling` as in `Sampler`.
 
-    valid_tokens [B, T]: True = a real token, for prompts that are padded, on either side. A row that has come to its eos_id goes
-    on with it; the stream ends when all have. Beyond the model's context the window slides: the newer half of it is kept and
-    read anew from position 0; or at_limit="stop". The model is in inference mode only while a token is computed: between
-    two tokens its caller may train it, or leave. For texts, seeds and stop strings see `Batch`.
+    valid_tokens [B, T]: True = a real token, for prompts that are padded, on either side. A row that has ended, with its eos_id or
+    at the limit, goes on with its last id; the stream ends when all have. Beyond the model's context the window slides: the newer
+    half of it is kept and read anew from position 0; or at_limit="stop". The model is in inference mode only while a token is
+    computed: between two tokens its caller may train it, or leave. For texts, seeds and stop strings see `Batch`.
     ValueError or TypeError, before the first token, for a prompt of another rank or without a token, and for bad options.
     """
     require_tensors("generate", prompt_ids=prompt_ids)
@@ -34,7 +37,7 @@ def stream(model, prompt_ids, max_new_tokens, temperature=1.0, top_k=None, gener
 def _tokens(batch, rows, device):
     while batch.live or batch.waiting:
         batch.step()
-        yield tensor([row.ids[-1:] for row in rows], device=device)
+        yield constant(to_device(np.array([row.ids[-1:] for row in rows]), device))
 
 
 def generate(model, prompt_ids, max_new_tokens, **options):

@@ -3,6 +3,8 @@
 A row's table lists its blocks: token p lies in block table[p // block_size], at place p % block_size. A block that several
 rows share is copied before one of them writes to it.
 """
+from contextlib import contextmanager
+
 import numpy as np
 
 from ..backend import array_module, device_of
@@ -17,6 +19,7 @@ class BlockPool:
         self.free = list(range(num_blocks))[::-1]
         self.holders = np.zeros(num_blocks, np.int64)
         self.fields = [None] * num_layers                   # of each layer: arrays [num_blocks, Hkv, block_size, …]
+        self.like = [None] * num_layers
 
     def take(self):
         block = self.free.pop()
@@ -38,7 +41,6 @@ class BlockPool:
         for fields in self.fields:
             for field in fields or ():
                 field[own] = field[block]
-        self.give_back(block)
         return own
 
 
@@ -83,37 +85,63 @@ class PagedKVCache(Cache):
 
     # --- a pass ---------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, places):
-        self.tables += [[] for _ in range(len(places) - len(self.tables))]
-        work = [self._to_do(table, start, end) for table, start, end in zip(self.tables, places.starts, places.ends)]
+    @contextmanager
+    def _room(self, places):
+        """Blocks for what the rows are about to write, also in place of those that they share. What is left goes back at the end."""
+        before = self.tables or [[] for _ in range(len(places))]
+        work = self._to_do(before, places.starts, places.ends)
         needed = sum(missing + len(shared) for missing, shared in work)
         if needed > len(self.pool.free):
             raise ValueError(f"PagedKVCache: {places.T} new tokens after {int(places.starts.max())} need {needed} blocks, and of "
                              f"{self.pool.num_blocks} {len(self.pool.free)} are free; let rows leave, reset or trim, or build it with more")
-        for table, (missing, shared) in zip(self.tables, work):
-            for i in shared:
-                table[i] = self.pool.copy(table[i])
-            table += [self.pool.take() for _ in range(missing)]
-
-    def _to_do(self, table, start, end):
-        """(how many blocks a row lacks for `end` tokens, which of its own it shares and is about to write to)."""
-        size, holders = self.pool.block_size, self.pool.holders
-        first, last = start // size, -(-end // size)
-        return max(last - len(table), 0), [i for i in range(first, min(last, len(table))) if holders[table[i]] > 1]
-
-    def _take_back(self, lengths):
-        for table, length in zip(self.tables, lengths):
-            needed = -(-int(length) // self.pool.block_size)
-            for block in table[needed:]:
+        after, copied, taken = [list(table) for table in before], [], []
+        try:
+            for table, (missing, shared) in zip(after, work):
+                for i in shared:
+                    copied.append(table[i])
+                    taken.append(self.pool.copy(table[i]))
+                    table[i] = taken[-1]
+                for _ in range(missing):
+                    taken.append(self.pool.take())
+                    table.append(taken[-1])
+            self.tables, before = after, self.tables
+            yield
+        except BaseException:
+            self.tables, copied = before, taken
+            raise
+        finally:
+            for block in copied:
                 self.pool.give_back(block)
-            del table[needed:]
+
+    def _to_do(self, tables, starts, ends):
+        """For each row (how many blocks it lacks, which of its own it shares and is about to write to).
+
+        Of rows that share a block the one with the most tokens comes last: where nobody else holds it then, it writes in place, and
+        overwrites nothing that the others would need after an error.
+        """
+        size, holders, work = self.pool.block_size, self.pool.holders.copy(), [(0, [])] * len(tables)
+        for row in np.argsort(starts, kind="stable"):
+            table, first, last = tables[row], starts[row] // size, -(-ends[row] // size)
+            if ends[row] > starts[row]:
+                shared = [i for i in range(first, min(last, len(table))) if holders[table[i]] > 1]
+                holders[[table[i] for i in shared]] -= 1
+                work[row] = max(last - len(table), 0), shared
+        return work
 
     # --- rows -----------------------------------------------------------------------------------------------------------
 
     def fits(self, more=()):
-        lengths = () if self.lengths is None else self.lengths
-        needed = sum(missing + len(shared) for missing, shared in (self._to_do(table, n, n + 1) for table, n in zip(self.tables, lengths)))
-        return needed + sum(-(-n // self.pool.block_size) for n in more) <= len(self.pool.free)
+        lengths = np.zeros(0, np.int64) if self.lengths is None else self.lengths
+        needed = sum(missing + len(shared) for missing, shared in self._to_do(self.tables, lengths, lengths + 1))
+        return bool(needed + sum(-(-n // self.pool.block_size) for n in more) <= len(self.pool.free))
+
+    def trim(self, lengths):
+        super().trim(lengths)
+        for table, length in zip(self.tables, self._held("trim")):
+            needed = -(-int(length) // self.pool.block_size)
+            for block in table[needed:]:
+                self.pool.give_back(block)
+            del table[needed:]
 
     def reorder(self, rows):
         rows, held = self._checked_rows("reorder", rows)
@@ -123,11 +151,9 @@ class PagedKVCache(Cache):
         self._set_lengths(held[rows])
 
     def fork(self, rows=None):
-        rows, held = self._checked_rows("fork", range(len(self._held("fork"))) if rows is None else rows)
+        rows, held = self._checked_rows("fork", rows)
         other = self.empty()
         other.tables = self._shared_tables(rows)
-        for layer, source in zip(other.layers, self.layers):
-            layer.like = source.like
         other._set_lengths(held[rows])
         return other
 
@@ -146,8 +172,6 @@ class PagedKVCache(Cache):
     def _take_rows(self, other, held):
         self.tables += other.tables
         other.tables = []                                   # they are not given back when it is reset
-        for layer, more in zip(self.layers, other.layers):
-            layer.like = more.like if layer.like is None else layer.like
 
     def _shared_tables(self, rows):
         return [[self.pool.share(block) for block in self.tables[row]] for row in rows]
@@ -166,7 +190,15 @@ class PagedLayer(LayerCache):
 
     @fields.setter
     def fields(self, fields):
-        raise ValueError("PagedKVCache: its pool holds keys of another shape or dtype; use one pool for one model")
+        raise ValueError("PagedKVCache: its pool holds keys of another shape, dtype or device; use one pool for one model")
+
+    @property
+    def like(self):
+        return self.cache.pool.like[self._number]
+
+    @like.setter
+    def like(self, like):
+        self.cache.pool.like[self._number] = like
 
     def _write(self, new, places):
         pool = self.cache.pool

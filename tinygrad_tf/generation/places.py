@@ -1,4 +1,6 @@
 """Who stands where, and sees whom, when a model reads new tokens after cached ones (guide 9.8, 15.2)."""
+import functools
+
 import numpy as np
 
 from ..autograd import constant
@@ -38,7 +40,7 @@ class Places:
         """How many tokens each row holds, where all hold as many."""
         return int(self.starts[0]) if len(self.starts) else 0
 
-    @property
+    @functools.cached_property
     def end(self):
         """The longest row, afterwards."""
         return int(self.ends.max()) if len(self.ends) else 0

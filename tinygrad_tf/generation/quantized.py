@@ -2,7 +2,7 @@
 import numpy as np
 
 from ..backend import array_module
-from .cache import KVCache
+from .cache import KVCache, check_size
 
 
 class GroupCodec:
@@ -19,7 +19,8 @@ class GroupCodec:
         xp, Dh = array_module(x), x.shape[-1]
         group = Dh if self.group is None else self.group
         if Dh % group or (self.bits == 4 and Dh % 2):
-            raise ValueError(f"QuantizedKVCache: heads of {Dh} features do not divide into groups of {group}{', and pairs' * (self.bits == 4)}")
+            pairs = ", and pairs" if self.bits == 4 else ""
+            raise ValueError(f"QuantizedKVCache: heads of {Dh} features do not divide into groups of {group}{pairs}")
         parts = x.astype(np.float32).reshape(*x.shape[:-1], Dh // group, group)
         scale = xp.abs(parts).max(axis=-1) / self.largest
         usable = xp.isfinite(scale) & (scale > 0)
@@ -28,7 +29,7 @@ class GroupCodec:
 
     def decode(self, codes, scale, dtype):
         codes = self._unpacked(codes)
-        parts = codes.reshape(*codes.shape[:-1], scale.shape[-1], -1)
+        parts = codes.reshape(*scale.shape, codes.shape[-1] // scale.shape[-1])
         with np.errstate(invalid="ignore"):                 # 0 · ∞ = NaN, as promised
             return (parts * scale[..., None]).reshape(codes.shape).astype(dtype, copy=False)
 
@@ -42,7 +43,7 @@ class GroupCodec:
         if self.bits == 8:
             return codes
         xp = array_module(codes)
-        nibbles = xp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+        nibbles = xp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
         return nibbles.astype(np.int8) - np.int8(8)
 
     def __eq__(self, other):
@@ -60,6 +61,7 @@ class QuantizedKVCache(KVCache):
     """
 
     def __init__(self, num_layers, capacity, bits=8, group=None, rows=None):
+        check_size("QuantizedKVCache", "bits", bits)
         if bits not in (4, 8):
             raise ValueError(f"QuantizedKVCache: bits must be 4 or 8, got {bits!r}")
         super().__init__(num_layers, capacity, rows, **({} if group is None else {"group": group}))

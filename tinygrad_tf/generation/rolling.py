@@ -16,11 +16,14 @@ class RollingKVCache(Cache):
     """
 
     def __init__(self, num_layers, window, sinks=0, slack=16):
-        if not (isinstance(sinks, int) and isinstance(slack, int) and sinks >= 0 and slack >= 0):
-            raise ValueError(f"RollingKVCache: sinks and slack must be whole numbers ≥ 0, got {sinks!r} and {slack!r}")
-        check_size("RollingKVCache", "window", window)
-        super().__init__(num_layers)
+        check_size("RollingKVCache", "sinks", sinks, least=0)
+        check_size("RollingKVCache", "slack", slack, least=0)
+        super().__init__(num_layers, window=window)
         self.window, self.sinks, self.slack = window, sinks, slack
+
+    def reset(self):
+        super().reset()
+        self.newest = np.zeros(0, np.int64)     # [B], how far each row was ever written: `ring` tokens earlier all is overwritten
 
     def _layer(self):
         return RollingLayer(self)
@@ -54,8 +57,33 @@ class RollingKVCache(Cache):
             keys = np.concatenate([self.positions_at(starts), places.queries], axis=1)
         return Places(starts, T, new, keys, self.window, self.sinks)
 
+    def _make_room(self, places):
+        """Also what a pass writes that breaks off overwrites what was there; a row that begins anew needs none of it."""
+        anew = places.starts <= self.sinks
+        self.newest = places.ends if places.fresh else np.where(anew, places.ends, np.maximum(self.newest, places.ends))
+
+    def reorder(self, rows):
+        rows, _ = self._checked_rows("reorder", rows)
+        super().reorder(rows)
+        self.newest = self.newest[rows]
+
+    def fork(self, rows=None):
+        rows, _ = self._checked_rows("fork", rows)
+        other = super().fork(rows)
+        other.newest = self.newest[rows]
+        return other
+
+    def _take_rows(self, other, held):
+        sizes = [(cache.window, cache.sinks, cache.slack) for cache in (self, other)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"RollingKVCache.join: window, sinks and slack must be the same, got {sizes[0]} and {sizes[1]}")
+        super()._take_rows(other, held)
+        B = 0 if self.lengths is None else len(self.lengths)
+        self.newest = np.concatenate([self.newest[:B], other.newest[:len(held)]])
+
     def _check_trim(self, held, lengths):
-        back = (held - lengths)[(held > self.ring) & (lengths < held)]
+        newest = self.newest[:len(held)]
+        back = (newest - lengths)[(newest > self.sinks + self.ring) & (self.sinks < lengths) & (lengths < held)]
         if back.size and back.max() > self.slack:
             raise ValueError(f"RollingKVCache.trim: what came more than slack={self.slack} tokens ago is overwritten, and "
                              f"{int(back.max())} tokens are to be taken back; build it with a larger slack")
@@ -68,10 +96,10 @@ class RollingLayer(LayerCache):
 
     def _write(self, new, places):
         self._allocate(new, max(len(places), self.cache.rows), self.cache.slots(0))
-        if places.fresh or places.T <= self.cache.slack + 1:
+        in_place = places.fresh or places.aligned or places.T <= self.cache.slack + 1
+        self._waiting = None if in_place else new
+        if in_place:
             self._put(new, places)
-        else:
-            self._waiting = new
 
     def keep(self, places):
         if self._waiting is not None:

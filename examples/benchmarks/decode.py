@@ -1,0 +1,148 @@
+"""Time per generated token, ours and PyTorch eager's, side by side.      python examples/benchmarks/decode.py
+
+One row, greedy, a preallocated cache on both sides, the same weights. The twin is written as one writes it in PyTorch: the same
+layers, `F.scaled_dot_product_attention`, no_grad. Rounds take turns in one process, so that both meet the same machine; the
+figure is the median of the ratios, with the smallest and the largest. Without PyTorch ours alone is timed. Also: how the cost of
+a token grows with what is in the cache.
+"""
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # before NumPy is loaded
+
+import numpy as np
+
+import tinygrad_tf
+from tinygrad_tf import nn
+from tinygrad_tf.backend import tune_allocator
+from tinygrad_tf.generation import stream
+from tinygrad_tf.models import MiniGPT
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+MODELS = {"a": {"vocab_size": 65, "max_seq_len": 256, "dim": 128, "num_heads": 4, "num_layers": 4},
+          "b": {"vocab_size": 512, "max_seq_len": 256, "dim": 384, "num_heads": 6, "num_layers": 6}}
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rounds", type=int, default=9)
+parser.add_argument("--tokens", type=int, default=200)
+parser.add_argument("--json", help="a file for the figures")
+arguments = parser.parse_args()
+
+
+def ours(name):
+    """MiniGPT, pre-norm, tanh-GELU of 4C."""
+    tinygrad_tf.manual_seed(0)
+    model = MiniGPT(hidden_dim=4 * MODELS[name]["dim"], dropout=0.0, norm_first=True, **MODELS[name])
+    for block in model.blocks:
+        block.ffn.net[1] = nn.GELU("tanh")
+    return model.eval()
+
+
+def twin(model):
+    """The same model in PyTorch: (a function from the number of tokens to their ids)."""
+    F, C, H = torch.nn.functional, model.embedding.token.weight.shape[1], model.blocks[0].attention.num_heads
+
+    def linear(layer):
+        copy = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+        copy.load_state_dict({name: torch.tensor(p.detach().numpy()) for name, p in layer.named_parameters()})
+        return copy
+
+    def norm(layer):
+        copy = torch.nn.LayerNorm(C)
+        copy.load_state_dict({name: torch.tensor(p.detach().numpy()) for name, p in layer.named_parameters()})
+        return copy
+
+    class Block(torch.nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.norm1, self.norm2, attention = norm(block.norm1), norm(block.norm2), block.attention
+            self.q, self.k, self.v, self.out = map(linear, (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj))
+            self.up, self.down = linear(block.ffn.net[0]), linear(block.ffn.net[3])
+
+        def forward(self, x, keys, values, t):
+            h = self.norm1(x)
+            q, k, v = (layer(h).view(1, 1, H, C // H).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            keys[:, :, t:t + 1], values[:, :, t:t + 1] = k, v
+            out = F.scaled_dot_product_attention(q, keys[:, :, :t + 1], values[:, :, :t + 1])
+            x = x + self.out(out.transpose(1, 2).reshape(1, 1, C))
+            return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+    blocks = torch.nn.ModuleList(map(Block, model.blocks))
+    final = norm(model.final_norm)
+    token, position = (torch.tensor(table.weight.detach().numpy()) for table in (model.embedding.token, model.embedding.position))
+    caches = [[torch.zeros(1, H, model.max_seq_len, C // H) for _ in range(2)] for _ in blocks]
+
+    @torch.no_grad()
+    def generate(n):
+        ids = [0]
+        for t in range(n):
+            x = F.embedding(torch.tensor([[ids[-1]]]), token) + position[t]
+            for block, (keys, values) in zip(blocks, caches):
+                x = block(x, keys, values, t)
+            ids.append(int(F.linear(final(x), token)[0, -1].argmax()))
+        return ids[1:]
+    return generate
+
+
+def seconds(function, *args):
+    begin = time.perf_counter()
+    function(*args)
+    return (time.perf_counter() - begin) / arguments.tokens
+
+
+def growth(model, contexts=(16, 64, 128, 240)):
+    """{tokens in the cache: µs a token}, the smallest of several, over 8 tokens each."""
+    found = {}
+    for context in contexts:
+        times = []
+        for _ in range(arguments.rounds):
+            tokens = stream(model, tinygrad_tf.zeros(1, context, dtype=tinygrad_tf.int64), 9, temperature=0)
+            next(tokens)                                        # the prefill, and the first token
+            begin = time.perf_counter()
+            list(tokens)
+            times.append((time.perf_counter() - begin) / 8)
+        found[context] = min(times) * 1e6
+    return found
+
+
+tune_allocator()
+peer = "no PyTorch" if torch is None else f"PyTorch {torch.__version__}"
+print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}, {peer}, 1 thread, "
+      f"{arguments.tokens} tokens, {arguments.rounds} rounds")
+if torch is not None:
+    torch.set_num_threads(1)
+results = {}
+for name in MODELS:
+    model = ours(name)
+    prompt = tinygrad_tf.zeros(1, 1, dtype=tinygrad_tf.int64)
+
+    def generate(model=model, prompt=prompt):
+        return [int(token[0, 0]) for token in stream(model, prompt, arguments.tokens, temperature=0)]
+    mine, theirs, other = [], [], None if torch is None else twin(model)
+    first = generate()
+    if other is not None:
+        assert first == other(arguments.tokens), "the twin writes another text"
+    for _ in range(arguments.rounds):
+        mine.append(seconds(generate))
+        if other is not None:
+            theirs.append(seconds(other, arguments.tokens))
+    grown = growth(model)
+    results[name] = {"ours": mine, "torch": theirs, "growth": grown}
+    line = f"({name}) ours {statistics.median(mine) * 1e6:6.0f} µs a token"
+    if theirs:
+        ratios = sorted(a / b for a, b in zip(mine, theirs))
+        line += (f", PyTorch eager {statistics.median(theirs) * 1e6:6.0f}: ratio {statistics.median(ratios):.2f} "
+                 f"({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    print(line)
+    print("    " + ", ".join(f"after {context} tokens {cost:.0f} µs" for context, cost in grown.items()))
+if arguments.json:
+    with open(arguments.json, "w", encoding="utf-8") as file:
+        json.dump(results, file, indent=1)
