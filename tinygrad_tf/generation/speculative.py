@@ -338,7 +338,7 @@ class Report:
 
     def __str__(self):
         return (f"{self.accepted:,} of {self.tested:,} tested drafts accepted ({self.acceptance_rate:.1%}), {self.tokens_per_pass:.2f} "
-                f"tokens a pass, {self.tokens:,} in {self.seconds:.2f} s (draft {self.draft_seconds:.2f} s), about "
+                f"tokens a pass, {self.tokens:,} in {self.seconds:.2f} s (draft {self.draft_seconds:.2f} s), at most "
                 f"{self.speedup:.2f}× as fast as without")
 
 
