@@ -23,6 +23,7 @@ from tinygrad_tf.generation import (
 )
 from tinygrad_tf.generation import text as text_module
 from tinygrad_tf.generation.cache import LayerCache
+from tinygrad_tf.models import EncoderDecoder, MiniGPT
 from tinygrad_tf.nn import functional as F
 
 CONTEXT, MOST = 48, 6
@@ -664,3 +665,20 @@ def test_a_row_says_how_far_it_is():
     batch.run()
     assert repr(row) == "Row(0, 3 + 2 ids, finish_reason='length')" and row.ids == row.prompt + row.new_ids
     assert "prefill 3 tokens in" in str(batch.speed) and "decode 1 tokens in" in str(batch.speed)
+
+
+def test_models_and_sources_that_do_not_fit_are_refused():
+    """Each with what is missing: a source, an encoder–decoder, a row of the source, a model."""
+    gpt = MiniGPT(9, 8, 8, 2, 16, 1)
+    both = EncoderDecoder(9, 9, 8, 8, 8, 2, 16, 1)
+    source = both.encode(torch.ones(2, 3, dtype=torch.int64))
+    for model, options, said in ((both, {}, "pass source=model.encode"), (gpt, {"source": source}, "for an encoder–decoder"),
+                                 (both, {"source": 5}, "got int with .*EncoderDecoder"), (5, {}, "`blocks` and `max_seq_len`")):
+        with pytest.raises(TypeError, match=said):
+            Batch(model, **options)
+    batch = Batch(both, source=source)
+    rows = [batch.add([1], 2) for _ in range(2)]
+    with pytest.raises(ValueError, match="source has 2 rows"):
+        batch.add([1], 2)
+    batch.run()
+    assert [row.finish_reason for row in rows] == ["length"] * 2

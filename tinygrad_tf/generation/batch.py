@@ -19,6 +19,7 @@ from ..arguments import type_name
 from ..autograd import constant
 from ..creation import tensor
 from ..models.common import device_of_model
+from ..models.encoder_decoder import Source
 from ..nn import functional as F
 from ..ops.shape import cat, stack
 from ..random import Generator, chosen
@@ -141,6 +142,7 @@ class Batch:
             raise ValueError(f"Batch: padding must be 'left' or 'right', got {padding!r}")
         if at_limit not in LIMITS:
             raise ValueError(f"Batch: at_limit must be 'stop' or 'slide', got {at_limit!r}")
+        _check_model(model, source)
         self.model, self.tokenizer, self.source, self.with_logprobs = model, tokenizer, source, logprobs
         self.cache = checked_cache(model, cache, max_rows) if use_cache else None
         self.max_rows, self.padding, self.at_limit = max_rows, padding, at_limit
@@ -169,6 +171,8 @@ class Batch:
         stream = TextStream(self.tokenizer, stop) if self.tokenizer else None
         if stop and not stream:
             raise ValueError("Batch.add: stop strings are looked for in text: give the batch a tokenizer")
+        if self.source is not None and self._added == len(self.source.states):
+            raise ValueError(f"Batch.add: the source has {self._added} rows, and row {self._added} of the batch none")
         row = Row(self._added, ids, int(max_new_tokens), sampler or GREEDY, generator, _eos_ids(eos_id, self.model), stream)
         self._place(row)
         self._added += 1
@@ -396,6 +400,17 @@ def padded(windows, side):
         where = slice(T - len(window), T) if side == "left" else slice(len(window))
         ids[row, where], valid[row, where] = window, True
     return ids, None if valid.all() else valid
+
+
+def _check_model(model, source):
+    """TypeError for what cannot write; an encoder–decoder needs a source, and no other model has one."""
+    if not (hasattr(model, "blocks") and hasattr(model, "max_seq_len")):
+        raise TypeError(f"Batch: a language model with `blocks` and `max_seq_len` is needed, such as MiniGPT, got {type_name(model)}")
+    if source is None and hasattr(model, "decode"):
+        raise TypeError(f"Batch: {type_name(model)} writes from a source: pass source=model.encode(source_ids)")
+    if source is not None and not (isinstance(source, Source) and hasattr(model, "decode")):
+        raise TypeError(f"Batch: source is for an encoder–decoder, and what its encode() returned; got {type_name(source)} with "
+                        f"{type_name(model)}")
 
 
 def checked_cache(model, cache, rows):
