@@ -142,7 +142,7 @@ class Batch:
             raise ValueError(f"Batch: padding must be 'left' or 'right', got {padding!r}")
         if at_limit not in LIMITS:
             raise ValueError(f"Batch: at_limit must be 'stop' or 'slide', got {at_limit!r}")
-        _check_model(model, source)
+        _check_model(model, source, use_cache)
         self.model, self.tokenizer, self.source, self.with_logprobs = model, tokenizer, source, logprobs
         self.cache = checked_cache(model, cache, max_rows) if use_cache else None
         self.max_rows, self.padding, self.at_limit = max_rows, padding, at_limit
@@ -402,10 +402,11 @@ def padded(windows, side):
     return ids, None if valid.all() else valid
 
 
-def _check_model(model, source):
+def _check_model(model, source, use_cache):
     """TypeError for what cannot write; an encoder–decoder needs a source, and no other model has one."""
-    if not (hasattr(model, "blocks") and hasattr(model, "max_seq_len")):
-        raise TypeError(f"Batch: a language model with `blocks` and `max_seq_len` is needed, such as MiniGPT, got {type_name(model)}")
+    if not hasattr(model, "max_seq_len") or (use_cache and not hasattr(model, "blocks")):
+        raise TypeError(f"Batch: a language model with `max_seq_len`, and `blocks` for a cache, is needed, such as MiniGPT, got "
+                        f"{type_name(model)}")
     if source is None and hasattr(model, "decode"):
         raise TypeError(f"Batch: {type_name(model)} writes from a source: pass source=model.encode(source_ids)")
     if source is not None and not (isinstance(source, Source) and hasattr(model, "decode")):

@@ -117,6 +117,9 @@ class Cache:
     def _make_room(self, places):
         """ValueError where the pass does not fit."""
 
+    def _left(self):
+        """Gives back what no token needs any more: some were forgotten."""
+
     def _new_columns(self, B, T, valid_tokens):
         """bool [B, T], or None where all are real."""
         if valid_tokens is None:
@@ -164,6 +167,7 @@ class Cache:
         lengths = np.broadcast_to(lengths, held.shape).copy()
         self._check_trim(held, lengths)
         self._set_lengths(lengths)
+        self._left()
 
     def _check_trim(self, held, lengths):
         """ValueError where what should come back was overwritten."""
@@ -326,6 +330,7 @@ class LayerCache:
     def length(self, length):
         if self.lengths is not None:
             self.lengths = np.minimum(self.lengths, length) if length else None
+        self.cache._left()
 
     @property
     def nbytes(self):

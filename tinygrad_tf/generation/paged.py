@@ -4,6 +4,7 @@ A row's table lists its blocks: token p lies in block table[p // block_size], at
 rows share is copied before one of them writes to it.
 """
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import numpy as np
 
@@ -113,6 +114,18 @@ class PagedKVCache(Cache):
             for block in copied:
                 self.pool.give_back(block)
 
+    def _left(self):
+        if self.places is not None:                         # at its end, or its error, all is put in order
+            return
+        held = [layer.lengths for layer in self.layers if layer.lengths is not None]
+        longest = np.max(held, axis=0) if held else []
+        for table, length in zip_longest(self.tables, longest, fillvalue=0):
+            needed = -(-int(length) // self.pool.block_size)
+            for block in table[needed:]:
+                self.pool.give_back(block)
+            del table[needed:]
+        del self.tables[len(longest):]
+
     def _to_do(self, tables, starts, ends):
         """For each row (how many blocks it lacks, which of its own it shares and is about to write to).
 
@@ -134,14 +147,6 @@ class PagedKVCache(Cache):
         lengths = np.zeros(0, np.int64) if self.lengths is None else self.lengths
         needed = sum(missing + len(shared) for missing, shared in self._to_do(self.tables, lengths, lengths + 1))
         return bool(needed + sum(-(-n // self.pool.block_size) for n in more) <= len(self.pool.free))
-
-    def trim(self, lengths):
-        super().trim(lengths)
-        for table, length in zip(self.tables, self._held("trim")):
-            needed = -(-int(length) // self.pool.block_size)
-            for block in table[needed:]:
-                self.pool.give_back(block)
-            del table[needed:]
 
     def reorder(self, rows):
         rows, held = self._checked_rows("reorder", rows)
