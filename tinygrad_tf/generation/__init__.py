@@ -9,5 +9,5 @@ from .paged import PagedKVCache
 from .quantized import QuantizedKVCache
 from .rolling import RollingKVCache
 from .sampling import Sampler, sample
-from .speculative import ModelDraft, NGramDraft, SpeculativeBatch, speculative_generate
+from .speculative import Draft, ModelDraft, NGramDraft, SpeculativeBatch, speculative_generate
 from .text import TextStream
