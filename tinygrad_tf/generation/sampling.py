@@ -160,7 +160,7 @@ class Sampler:
         other row. ValueError for a list of another length, and as `probabilities`.
         """
         scores = self._scores(logits, history)
-        ids = scores.argmax(dim=-1, keepdim=True) if self.is_greedy else _drawn(self._kept(scores), generator)
+        ids = constant(scores.array.argmax(axis=-1)[:, None]) if self.is_greedy else _drawn(self._kept(scores), generator)
         return ids.to(logits.device)
 
     def probabilities(self, logits, history=None):
