@@ -325,7 +325,7 @@ class Batch:
         """Logits [B, V] after the newest token of each row."""
         begin = time.perf_counter()
         newest = [row.ids[-1] for row in rows]
-        if self.source is None and token_path.serves(self.model):
+        if self.source is None and token_path.serves(self.model, self.cache):
             logits = constant(token_path.next_logits(self.model, np.array(newest), self.cache))
         else:
             logits = self._logits([[token] for token in newest], None, self.cache, rows)[:, -1]

@@ -89,13 +89,14 @@ class PagedKVCache(Cache):
     @contextmanager
     def _room(self, places):
         """Blocks for what the rows are about to write, also in place of those that they share. What is left goes back at the end."""
-        before = self.tables or [[] for _ in range(len(places))]
-        work = self._to_do(before, places.starts, places.ends)
+        before = self.tables
+        after = [list(table) for table in before] or [[] for _ in range(len(places))]
+        work = self._to_do(after, places.starts, places.ends)
         needed = sum(missing + len(shared) for missing, shared in work)
         if needed > len(self.pool.free):
             raise ValueError(f"PagedKVCache: {places.T} new tokens after {int(places.starts.max())} need {needed} blocks, and of "
                              f"{self.pool.num_blocks} {len(self.pool.free)} are free; let rows leave, reset or trim, or build it with more")
-        after, copied, taken = [list(table) for table in before], [], []
+        copied, taken = [], []
         try:
             for table, (missing, shared) in zip(after, work):
                 for i in shared:
@@ -105,7 +106,7 @@ class PagedKVCache(Cache):
                 for _ in range(missing):
                     taken.append(self.pool.take())
                     table.append(taken[-1])
-            self.tables, before = after, self.tables
+            self.tables = after
             yield
         except BaseException:
             self.tables, copied = before, taken

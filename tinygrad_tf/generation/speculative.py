@@ -226,7 +226,7 @@ class ModelDraft(Draft):
     def _read(self, parts, cache):
         """Logits [B, V] after the last of the new ids of each row; where there are none, of no meaning."""
         ids, valid = padded(parts, "right")
-        if ids.shape[1] == 1 and valid is None and cache.lengths is not None and token_path.serves(self.model):
+        if ids.shape[1] == 1 and valid is None and cache.lengths is not None and token_path.serves(self.model, cache):
             return constant(token_path.next_logits(self.model, ids[:, 0], cache))
         device = device_of_model(self.model)
         options = {} if valid is None else {"valid_tokens": tensor(valid, device=device)}

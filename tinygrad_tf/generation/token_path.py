@@ -19,19 +19,35 @@ from ..ops.activation import Gelu, GeluTanh, Relu, Silu
 from ..ops.rotary import turn
 from ..ops.sdpa import forced_backend
 
-# What may stand where; subclasses may do anything, and are not known.
-NORMS = nn.LayerNorm, nn.RMSNorm
-EMBEDDINGS = {MiniGPT: InputEmbedding, Decoder: nn.Embedding}
-PARTS = {nn.TransformerBlock, nn.MultiHeadAttention, nn.FeedForward, nn.Sequential, nn.ModuleList, nn.Linear, nn.Dropout, nn.Embedding,
-         nn.GELU, nn.SiLU, nn.ReLU, nn.RotaryEmbedding, GatedFeedForward, InputEmbedding, LearnedPositions, *NORMS, *EMBEDDINGS}
+NORMS = {nn.LayerNorm, nn.RMSNorm}
+ACTIVATIONS = {nn.GELU, nn.SiLU, nn.ReLU}
+# What may stand where, by the names of the parts. Subclasses may do anything, and are not known.
+PARTS = {
+    MiniGPT: {"embedding": {InputEmbedding}, "blocks": {nn.ModuleList}, "final_norm": NORMS, "lm_head": {nn.Linear}},
+    Decoder: {"embedding": {nn.Embedding}, "blocks": {nn.ModuleList}, "final_norm": NORMS, "lm_head": {nn.Linear}},
+    InputEmbedding: {"token": {nn.Embedding}, "position": {LearnedPositions}},
+    nn.TransformerBlock: {"attention": {nn.MultiHeadAttention}, "ffn": {nn.FeedForward, GatedFeedForward}, "norm1": NORMS, "norm2": NORMS,
+                          "dropout": {nn.Dropout}},
+    nn.MultiHeadAttention: {"q_proj": {nn.Linear}, "k_proj": {nn.Linear}, "v_proj": {nn.Linear}, "out_proj": {nn.Linear}},
+    nn.FeedForward: {"net": {nn.Sequential}},
+    nn.Sequential: {"0": {nn.Linear}, "1": ACTIVATIONS, "2": {nn.Dropout}, "3": {nn.Linear}},           # the net of FeedForward
+    GatedFeedForward: {"gate_proj": {nn.Linear}, "up_proj": {nn.Linear}, "down_proj": {nn.Linear}, "activation": ACTIVATIONS,
+                       "dropout": {nn.Dropout}},
+}
+LEAVES = {nn.Linear, nn.Dropout, nn.Embedding, LearnedPositions, nn.RotaryEmbedding, *NORMS, *ACTIVATIONS}
+FORWARD = {kind: kind.forward for kind in {*PARTS, *LEAVES} if kind is not nn.ModuleList}       # as the library wrote them
 
 
-def serves(model):
-    """Whether all parts are known, without hooks, in float32 or float64 on the CPU; and nobody watches, or forces attention's backend."""
-    if type(model) not in EMBEDDINGS or is_observed() or forced_backend() is not None:
+def serves(model, cache):
+    """Whether all parts are known, without hooks, in float32 or float64 on the CPU; and nobody watches, or forces attention's backend.
+
+    Where the cache is of another depth or dtype than the model, the forward pass has the words for it.
+    """
+    if type(model) not in (MiniGPT, Decoder) or is_observed() or forced_backend() is not None or not _are_known([model]):
         return False
-    weight = model.lm_head.weight.array
-    return isinstance(weight, np.ndarray) and weight.dtype.char in "fd" and _are_known([model])
+    weight, layers = model.lm_head.weight.array, cache.layers
+    return (isinstance(weight, np.ndarray) and weight.dtype.char in "fd" and len(layers) == len(model.blocks)
+            and layers[0].like is not None and layers[0].like[0][1] == weight.dtype)
 
 
 def _are_known(modules):
@@ -39,13 +55,38 @@ def _are_known(modules):
     while modules:
         module = modules.pop()
         state, kind = module.__dict__, type(module)
-        if kind not in PARTS or state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
+        if kind.forward is not FORWARD.get(kind) or state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
             return False
-        if kind is nn.MultiHeadAttention and (state.get("rope") or state.get("relative_bias")):     # functions, which are no modules
+        children = state["_modules"]
+        if kind in LEAVES:
+            if children or (kind not in WITHOUT_WEIGHT and "weight" not in state["_parameters"]):
+                return False
+            continue
+        if kind is nn.MultiHeadAttention and not _is_plain_attention(state):
             return False
-        if state["_modules"]:
-            modules.extend(child for child in state["_modules"].values() if child is not None)
+        for name, kinds in PARTS[kind].items():
+            child = children.get(name)
+            if type(child) not in kinds:
+                return False
+            if type(child) is nn.ModuleList:
+                blocks = child.__dict__["_modules"].values()
+                if not all(type(block) is nn.TransformerBlock for block in blocks):
+                    return False
+                modules += blocks
+            else:
+                modules.append(child)
+        if kind is nn.Sequential and len(children) != len(PARTS[kind]):
+            return False
     return True
+
+
+WITHOUT_WEIGHT = {nn.Dropout, nn.RotaryEmbedding, *ACTIVATIONS}
+
+
+def _is_plain_attention(state):
+    """Neither a bias nor a rotation of another kind; either may be a function, which is no module."""
+    return (state.get("rope") is None and state.get("relative_bias") is None and state["_modules"].get("relative_bias") is None
+            and type(state["_modules"].get("rope")) in (nn.RotaryEmbedding, type(None)) and "keys_and_values" not in state)
 
 
 def next_logits(model, ids, cache):
@@ -93,10 +134,12 @@ def normed(norm, x):
     eps = np.finfo(x.dtype).eps if norm.eps is None else norm.eps
     if len(x) == 1:                                 # numbers in place of arrays [1, 1]: half of the time
         x = x - x[0] @ share if centred else x
-        y = x * (1 / math.sqrt(x[0] @ x[0] / x.shape[1] + eps))
+        r = 1 / np.sqrt(x[0] @ x[0] / x.shape[1] + x.dtype.type(eps))
+        y = x * (np.nan if centred and r == 0 else r)           # σ² = ∞: zeros would pass for a result
     else:
         x = x - (x @ share)[:, None] if centred else x
-        y = x / np.sqrt((x * x) @ share + x.dtype.type(eps))[:, None]
+        r = 1 / np.sqrt((x * x) @ share + x.dtype.type(eps))
+        y = x * (np.where(r == 0, np.nan, r).astype(r.dtype) if centred else r)[:, None]
     if parameters["weight"] is not None:
         y *= parameters["weight"].array
     if parameters.get("bias") is not None:

@@ -1,0 +1,206 @@
+"""The short path for one token: where it serves it is the forward pass, and where anything differs from what it knows it does not serve."""
+import numpy as np
+import pytest
+from device import host
+
+import tinygrad_tf as torch
+from tinygrad_tf import nn
+from tinygrad_tf.autograd import observing
+from tinygrad_tf.generation import KVCache, PagedKVCache, RollingKVCache, complete, token_path
+from tinygrad_tf.models import Decoder, MiniGPT
+from tinygrad_tf.nn.positions import InputEmbedding
+
+V, T, C, H, CFF, L = 11, 16, 8, 2, 16, 2
+pytestmark = pytest.mark.host("the path is for NumPy arrays alone; on a device test_one_text.py compares texts")
+
+
+def large(model, dtype=torch.float64):
+    """Weights that make logits differ."""
+    rng = np.random.default_rng(0)
+    for p in model.parameters():
+        p.detach().copy_(torch.tensor(rng.normal(size=p.shape) * 0.5))
+    return model.to(dtype).eval()
+
+
+def gpt(**options):
+    return MiniGPT(V, T, C, H, CFF, L, dropout=0.5, **options)
+
+
+def edited(edit, make=gpt):
+    """A builder of a model with one part changed."""
+    def build():
+        model = make()
+        edit(model, model.blocks[0])
+        return model
+    return build
+
+
+def decoder(**options):
+    return Decoder(V, T, C, H, CFF, L, **options)
+
+
+def without_affine(model, block):
+    block.norm1, model.final_norm = nn.LayerNorm(C, elementwise_affine=False), nn.RMSNorm(C)
+
+
+def windowed(model, block):
+    block.attention.window = 3
+
+
+def untied(model, block):
+    model.lm_head = nn.Linear(C, V)
+
+
+def rotated(model, block):
+    for b in model.blocks:
+        b.attention.rope = nn.RotaryEmbedding(C // H, layout="half_split", rotary_dim=2)
+
+
+SERVED = {
+    "post-norm": gpt, "pre-norm": lambda: gpt(norm_first=True), "Decoder": decoder, "GQA": lambda: decoder(num_kv_heads=1),
+    "norms without affine": edited(without_affine), "a window": edited(windowed), "an untied head with a bias": edited(untied),
+    "another rotation": edited(rotated, decoder),
+    "tanh GELU": edited(lambda model, block: setattr(block.ffn, "net", nn.Sequential(nn.Linear(C, CFF), nn.GELU("tanh"), nn.Dropout(),
+                                                                                     nn.Linear(CFF, C)))),
+    "gated in MiniGPT": edited(lambda model, block: setattr(block, "ffn", nn.feedforward.GatedFeedForward(C, CFF, "gelu"))),
+    "one block twice": edited(lambda model, block: model.blocks.__setitem__(1, block)),
+}
+
+
+class Own(nn.Linear):
+    """A subclass, which may do anything."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def net(*parts):
+    return edited(lambda model, block: setattr(block.ffn, "net", nn.Sequential(*parts)))
+
+
+def patched(model, block):
+    block.norm1.forward = lambda x: x * 2
+
+
+def buffer(model, block):
+    weight = block.ffn.net[0].weight.detach()
+    del block.ffn.net[0].weight
+    block.ffn.net[0].register_buffer("weight", weight)
+
+
+UNKNOWN = {
+    "a head of two layers": edited(lambda model, block: setattr(model, "lm_head", nn.Sequential(nn.Linear(C, C), nn.Linear(C, V)))),
+    "no head": edited(lambda model, block: setattr(model, "lm_head", nn.Identity())),
+    "a layer for dropout": edited(lambda model, block: setattr(block, "dropout", nn.Linear(C, C))),
+    "a norm for dropout": edited(lambda model, block: setattr(block, "dropout", nn.LayerNorm(C))),
+    "a norm in the net": net(nn.Linear(C, CFF), nn.GELU(), nn.LayerNorm(CFF), nn.Linear(CFF, C)),
+    "a net of three": net(nn.Linear(C, CFF), nn.GELU(), nn.Linear(CFF, C)),
+    "a net of five": net(nn.Linear(C, CFF), nn.GELU(), nn.Dropout(), nn.Linear(CFF, C), nn.Linear(C, C)),
+    "dropout before GELU": net(nn.Linear(C, CFF), nn.Dropout(), nn.GELU(), nn.Linear(CFF, C)),
+    "a plain ffn": edited(lambda model, block: setattr(block, "ffn", nn.Linear(C, C))),
+    "a sequence for ffn": edited(lambda model, block: setattr(block, "ffn", nn.Sequential(nn.Linear(C, CFF), nn.GELU(), nn.Dropout(),
+                                                                                         nn.Linear(CFF, C)))),
+    "a gate of another kind": edited(lambda model, block: setattr(block.ffn, "activation", nn.LayerNorm(CFF)), decoder),
+    "dropout for a norm": edited(lambda model, block: setattr(block, "norm1", nn.Dropout())),
+    "a layer for the last norm": edited(lambda model, block: setattr(model, "final_norm", nn.Linear(C, C))),
+    "no positions": edited(lambda model, block: setattr(model, "embedding", InputEmbedding(V, C, position=None))),
+    "sinusoidal positions": edited(lambda model, block: setattr(model.embedding, "position", nn.SinusoidalPositionEncoding(C, T))),
+    "ALiBi": edited(lambda model, block: setattr(block.attention, "relative_bias", nn.ALiBi(H))),
+    "a function for a bias": edited(lambda model, block: setattr(block.attention, "relative_bias",
+                                                                 lambda q, k: torch.ones(H, q.shape[-1], k.shape[-1]))),
+    "a subclass": edited(lambda model, block: setattr(block.attention, "q_proj", Own(C, C))),
+    "a patched forward": edited(patched),
+    "a weight as a buffer": edited(buffer),
+    "a hook": edited(lambda model, block: block.norm2.register_forward_hook(lambda module, args, out: out * 2)),
+    "a hook before": edited(lambda model, block: block.ffn.net[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
+    "a hook on the whole": edited(lambda model, block: model.register_forward_hook(lambda module, args, out: (out[0] * 2, out[1]))),
+}
+
+
+def next_by_both(model, cache, prompt=(1, 2, 3), token=7):
+    with torch.no_grad():
+        model(torch.tensor([list(prompt)]), cache=cache)
+        return token_path.next_logits(model, np.array([token]), cache)[0], host(model(torch.tensor([[*prompt, token]]))[0][0, -1])
+
+
+@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_it_is_the_forward_pass(kind, dtype):
+    model, cache = large(SERVED[kind](), dtype), KVCache(L, T)
+    short, whole = next_by_both(model, cache)
+    assert token_path.serves(model, cache) and cache.lengths.tolist() == [4]
+    np.testing.assert_allclose(short, whole, rtol=0, atol=1e-11 if dtype is torch.float64 else 2e-5)
+
+
+@pytest.mark.parametrize("make_cache", [lambda: PagedKVCache(L, 20, block_size=2), lambda: RollingKVCache(L, 3, sinks=1, slack=1)],
+                         ids=["paged", "rolling"])
+@pytest.mark.parametrize("kind", ["post-norm", "Decoder", "GQA", "a window"])
+def test_rows_of_different_lengths(kind, make_cache):
+    """Beside the forward pass with the same cache, row by row of a ragged batch."""
+    model, caches = large(SERVED[kind]()), [make_cache() for _ in range(2)]
+    ids, valid = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]), torch.tensor([[1] * 5, [1, 1, 0, 0, 0]]).bool()
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, valid_tokens=valid, cache=cache)
+        for token in 8, 9, 1:
+            short = token_path.next_logits(model, np.array([token, token + 1]), caches[0])
+            whole = model(torch.tensor([[token], [token + 1]]), cache=caches[1])[0][:, 0]
+            np.testing.assert_allclose(short, host(whole), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_it_does_not_know_it_leaves_to_the_forward_pass(kind):
+    """With a cache the text is the one without."""
+    model = large(UNKNOWN[kind]())
+    cache = KVCache(L, T)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]), cache=cache)
+    assert not token_path.serves(model, cache)
+    if kind != "no head":                                       # its logits are of C ids, and those of its text beyond
+        (cached,), (alone,) = (complete(model, [[1, 2]], 5, use_cache=use_cache) for use_cache in (True, False))
+        assert cached.ids == alone.ids
+
+
+def test_subclasses_and_models_of_ones_own_are_not_served():
+    class Mine(MiniGPT):
+        pass
+    cache = KVCache(L, T)
+    cache.layer(0).update(torch.zeros(1, H, 1, C // H), torch.zeros(1, H, 1, C // H))
+    assert not token_path.serves(Mine(V, T, C, H, CFF, L), cache) and not token_path.serves(nn.Linear(2, 2), cache)
+    assert token_path.serves(gpt(), cache)
+
+
+def test_who_watches_sees_all_operations():
+    model, cache = large(gpt()), KVCache(L, T)
+    next_by_both(model, cache)
+    assert token_path.serves(model, cache)
+    with observing(lambda node, args, out: None):
+        assert not token_path.serves(model, cache)
+    with torch.sdpa_backend("tiled"):
+        assert not token_path.serves(model, cache)
+    model.half()
+    assert not token_path.serves(model, cache)
+
+
+@pytest.mark.parametrize("change, error", [
+    (lambda model: model.blocks.append(nn.TransformerBlock(C, H, CFF)), ValueError), (lambda model: model.float(), ValueError),
+], ids=["a block more", "another dtype"])
+def test_a_model_that_changes_while_it_writes_is_refused_as_ever(change, error):
+    from tinygrad_tf.generation import Batch
+    model = large(gpt())
+    batch = Batch(model)
+    batch.add([1, 2], 5)
+    batch.step()
+    change(model)
+    with pytest.raises(error, match="cache|KVCache"):
+        batch.step()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(C, eps=0.0), nn.RMSNorm(C, eps=0.0), nn.LayerNorm(C), nn.RMSNorm(C)], ids=str)
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e25, 1e-30])
+def test_norms_of_extreme_rows(norm, rows, size):
+    """Zeros, and numbers whose squares overflow or vanish: as the layer has it, NaN included."""
+    x = (np.random.default_rng(0).normal(size=(rows, C)) * size).astype(np.float32)
+    with torch.no_grad(), np.errstate(all="ignore"):
+        np.testing.assert_allclose(token_path.normed(norm, x), host(norm(torch.tensor(x))), rtol=1e-5, atol=1e-6)
