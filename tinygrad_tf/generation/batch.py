@@ -10,6 +10,7 @@ sent back to wait, the window may slide, a step may be interrupted, and the text
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -25,11 +26,23 @@ from ..ops.shape import cat, stack
 from ..random import Generator, chosen
 from . import token_path
 from .cache import Cache, KVCache
-from .inference import inference
+from .inference import inference, uninterrupted
 from .sampling import Sampler, check_number
 from .text import TextStream
 
 LIMITS = ("stop", "slide")
+
+
+@contextmanager
+def as_before_an_error(generator):
+    """Within it Ctrl-C waits, and after an error the generator is as it was: the numbers of a draw are used, or not yet drawn."""
+    state = generator.get_state()
+    try:
+        with uninterrupted():
+            yield
+    except BaseException:
+        generator.set_state(state)
+        raise
 
 
 class RowGenerator(Generator):
@@ -39,7 +52,8 @@ class RowGenerator(Generator):
 
     def exponential(self, *args, **options):
         if self._drawn is None:
-            self._drawn = super().exponential(*args, **options)
+            with as_before_an_error(self):
+                self._drawn = super().exponential(*args, **options)
         return self._drawn
 
     def go_on(self):
@@ -150,6 +164,7 @@ class Batch:
         self.limit = context_limit(model, self.cache)
         self.live, self.joining, self.waiting, self.speed, self._added = [], [], deque(), Speed(), 0
         self._due, self._given = deque(), []            # of a step: who gets what, and who has got it
+        self._unseen, self._interrupted = deque(), False        # rows that the iterator is still to give out
 
     def add(self, prompt, max_new_tokens, *, sampler=None, generator=None, seed=None, eos_id=None, stop=()):
         """A `Row` that joins at the next step with room: prompt is a str, for which the batch has a tokenizer, or ids.
@@ -164,6 +179,7 @@ class Batch:
         if not (sampler is None or isinstance(sampler, Sampler)):
             raise TypeError(f"Batch.add: sampler must be a generation.Sampler, got {type_name(sampler)}")
         if seed is not None:
+            check_number("Batch.add", "seed", seed, Integral, "an integer")
             if generator is not None:
                 raise ValueError("Batch.add: a seed makes a generator of the row's own: give one of the two")
             generator = RowGenerator().manual_seed(seed)
@@ -216,8 +232,11 @@ class Batch:
 
     def __iter__(self):
         """Each row whenever it has got a token, until all have ended."""
-        while self.live or self.waiting or self._given:
-            yield from self.step()
+        while self._unseen or self.live or self.waiting or self._given:
+            if not self._unseen:
+                self._unseen.extend(self.step())
+            if self._unseen:
+                yield self._unseen.popleft()            # who leaves the loop, and begins it anew, has missed none
 
     def run(self):
         """Writes until all rows have ended."""
@@ -234,21 +253,25 @@ class Batch:
         try:
             if not (self._due or self._given):
                 self._due = deque(zip(*self._next_tokens()))
-            while self._due:
-                self._give(*self._due[0])
-                self._given.append(self._due.popleft()[0])
+            with uninterrupted():
+                while self._due:
+                    self._give(*self._due[0])
+                    self._given.append(self._due.popleft()[0])
             self._keep([row.finish_reason is None for row in self.live])
-            if not self.live:                           # after an interrupted step, those that have ended now are among the waiting
+            if self._interrupted:                       # those that have ended now are among the waiting
                 self._all_wait()
         except BaseException:
+            self._interrupted = True
             self._all_wait()
             raise
+        self._interrupted = False
         rows, self._given = self._given, []
         return rows
 
     def _next_tokens(self):
         """(rows, the id that each gets, ln p of it or None)"""
         self._let_join()
+        self._check_cache()
         logits = []
         if self.live:
             logits.append(self._decode(self.live))
@@ -259,6 +282,14 @@ class Batch:
         logits = logits[0] if len(logits) == 1 else cat(logits)
         tokens = choose(logits, self.live)
         return list(self.live), tokens, self._logprobs(logits, tokens) if self.with_logprobs else [None] * len(tokens)
+
+    def _check_cache(self):
+        """RuntimeError where the cache does not hold what the live rows have read: somebody else uses it too."""
+        held = None if self.cache is None else self.cache.lengths
+        found, expected = [] if held is None else held.tolist(), [len(row.ids) - row.first - 1 for row in self.live]
+        if self.cache is not None and found != expected:
+            raise RuntimeError(f"Batch: its cache holds rows of {found} tokens, and its rows have read {expected}: another batch uses this "
+                               f"cache, or it was reset. Give each batch a cache of its own; paged ones may share a pool, by empty()")
 
     def _give(self, row, token, logprob):
         row.take(token)
@@ -317,7 +348,7 @@ class Batch:
         for row in self.waiting:
             self._slide(row)
         if self.cache is not None:
-            self.cache.reset()
+            self.cache.abandon()
 
     # --- passes -----------------------------------------------------------------------------------------------------------
 

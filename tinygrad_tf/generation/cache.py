@@ -55,6 +55,11 @@ class Cache:
         for layer in self.layers:
             layer.lengths = None
 
+    def abandon(self):
+        """reset(), also in the middle of a pass: nobody is reading any more, because an interrupt came between two of its lines."""
+        self.places = None
+        self.reset()
+
     @property
     def lengths(self):
         """Tokens in each row, [B]; None before the first. RuntimeError where layers were filled one by one, and disagree."""
@@ -95,15 +100,16 @@ class Cache:
             raise ValueError(f"{type(self).__name__}: holds B={len(lengths)} rows, got B={B}; use one cache for one batch of one model, or "
                              f"reset() it")
         padding = self._padding_with(new, B, T)
-        self.places = self._places(np.zeros(B, np.int64) if lengths is None else lengths, T, new)
+        self.places = places = self._places(np.zeros(B, np.int64) if lengths is None else lengths, T, new)
         try:
-            with self._room(self.places):
-                yield self.places
+            with self._room(places):
+                yield places
             for layer in self.layers:
-                layer.keep(self.places)
+                layer.keep(places)
             self._padding = padding
         finally:
-            self.places = None
+            if self.places is places:           # not where `abandon` came first
+                self.places = None
 
     def _places(self, starts, T, new):
         return Places(starts, T, new)

@@ -24,7 +24,7 @@ from ..models.common import device_of_model
 from ..ops.shape import cat
 from ..random import chosen
 from . import token_path
-from .batch import Batch, Row, check_positive, checked_cache, context_limit, padded
+from .batch import Batch, Row, as_before_an_error, check_positive, checked_cache, context_limit, padded
 from .inference import inference
 from .sampling import Sampler
 
@@ -372,9 +372,9 @@ class SpeculativeBatch(Batch):
         rows = super().step()
         if not self.live:
             self.draft.reset()
-        runs, self._told = self._told, []
-        if self.on_event is not None:
-            for run in runs:
+        while self._told:
+            run = self._told.pop(0)                     # one at a time: an error of on_event loses none of the others
+            if self.on_event is not None:
                 self.on_event(run)
         return rows
 
@@ -394,6 +394,7 @@ class SpeculativeBatch(Batch):
     def _next_tokens(self):
         """(rows, the `Run` of each, ln p of its ids or None); the cache then holds all of a row but its newest id."""
         self._let_join()
+        self._check_cache()
         rows, joined = [*self.live, *self.joining], len(self.joining)
         if not rows:
             return [], [], []
@@ -414,8 +415,11 @@ class SpeculativeBatch(Batch):
     def _uniforms(self, row):
         """A round's numbers in [0, 1); kept until the row has its tokens, so that a step that failed is made again with the same."""
         if row not in self._chance:
-            certain = row.sampler.is_greedy and (self.draft.sampler or row.sampler).is_greedy
-            self._chance[row] = np.zeros(2 * self.k + 1) if certain else chosen(row.generator).rand(2 * self.k + 1, np.float64)
+            if row.sampler.is_greedy and (self.draft.sampler or row.sampler).is_greedy:
+                self._chance[row] = np.zeros(2 * self.k + 1)
+            else:
+                with as_before_an_error(chosen(row.generator)):
+                    self._chance[row] = chosen(row.generator).rand(2 * self.k + 1, np.float64)
         return self._chance[row]
 
     def _counts(self, rows):
