@@ -3,6 +3,7 @@ import functools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def trained(tmp_path_factory):
     result = runs.command(*TRAIN, cwd=folder)
     assert result.returncode == 0, result.stderr
     (folder / "stdout").write_bytes(result.stdout)
+    shutil.copytree(folder / "runs/minigpt", folder / "draft")
     return folder
 
 
@@ -103,7 +105,7 @@ GREEDY = ["--prompt", "the ", "--max-new-tokens", "30", "--temperature", "0"]
 
 @pytest.mark.parametrize("more", [
     ["--cache", "concat"], ["--cache", "paged"], ["--cache", "none"], ["--cache", "rolling", "--window", "1000"], ["--prefill-chunk", "1"],
-    ["--draft", "ngram"], ["--draft", "runs/minigpt"], ["--draft", "runs/minigpt", "--draft-tokens", "2", "--cache", "paged"],
+    ["--draft", "ngram"], ["--draft", "draft"], ["--draft", "draft", "--draft-tokens", "2", "--cache", "paged"],
     ["--draft", "ngram", "--cache", "none"], ["--top-p", "0.5"], ["--min-p", "1"], ["--stop", "~never~"],
 ], ids=" ".join)
 def test_a_greedy_text_is_the_same_however_it_is_computed(trained, monkeypatch, capsys, more):
@@ -112,7 +114,8 @@ def test_a_greedy_text_is_the_same_however_it_is_computed(trained, monkeypatch, 
     assert status == 0 and same == text
     for lines in speed, said:
         assert re.fullmatch(r"prefill [\d,]+ tokens in [\d.]+ s \([\d,]+ tokens/s\), decode .* tokens/s\)", lines.splitlines()[0])
-    assert said.count("\n") == 1 + ("--draft" in more) and ("drafts accepted" in said) is ("--draft" in more)
+    assert said.count("\n") == 2 + ("--draft" in more) and ("drafts accepted" in said) is ("--draft" in more)
+    assert "ended by length\n" in said
 
 
 def test_rounded_and_rolling_caches_write_too(trained, monkeypatch, capsys):
@@ -145,6 +148,10 @@ def test_beams(trained, monkeypatch, capsys):
                                    monkeypatch=monkeypatch, capsys=capsys)
         assert status == 0 and len(out) == 4 + 3 + 1
         found[beams] = float(re.match(r"ln p = (-?[\d.]+), 3 tokens, ended by length\n", said)[1])
+    for cache in "paged", "concat", "rolling", "int8", "none":          # to the end of the context: a pool for one row is too small
+        status, out, _ = inside(trained, "generate", *GREEDY[:2], "--max-new-tokens", 100, "--beams", 4, "--cache", cache,
+                                monkeypatch=monkeypatch, capsys=capsys)
+        assert status == 0 and len(out) > 8
     greedy = inside(trained, "generate", *GREEDY[:2], "--max-new-tokens", "3", "--temperature", "0", monkeypatch=monkeypatch, capsys=capsys)
     assert found[4] >= found[1]
     one = inside(trained, "generate", "--prompt", "the ", "--max-new-tokens", "3", "--beams", 1, monkeypatch=monkeypatch, capsys=capsys)
@@ -208,6 +215,8 @@ def test_presets(monkeypatch):
     (["generate", "--window", "3"], ["--window", "--cache rolling"]), (["generate", "--cache", "rolling", "--window", "0"], ["window"]),
     (["generate", "--prefill-chunk", "0"], ["prefill_chunk"]), (["generate", "--at-limit", "go"], ["--at-limit"]),
     (["generate", "--draft", "nowhere"], ["no checkpoint", "nowhere"]),
+    (["generate", "--draft", "runs/minigpt"], ["--draft runs/minigpt is the run that is to write", "--run"]),
+    (["generate", "--beams", "2", "--prompt", "the " * 99], ["--beams cannot slide", "396 characters"]),
     (["generate", "--draft", "ngram", "--draft-tokens", "0"], ["k must"]),
     (["generate", "--beams", "0"], ["num_beams"]), (["generate", "--beams", "2", "--draft", "ngram"], ["--beams", "--draft"]),
     (["generate", "--beams", "2", "--stop", "x"], ["--beams", "--stop"]),

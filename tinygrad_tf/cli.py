@@ -192,10 +192,10 @@ def _add_generate(commands):
     how.add_argument("--top-k", type=int, default=None, metavar="K", help="draw among the K likeliest only")
     how.add_argument("--top-p", type=float, default=None, metavar="P", help="… among the fewest whose probabilities reach P")
     how.add_argument("--min-p", type=float, default=None, metavar="P", help="… among those at least P times as likely as the likeliest")
-    how.add_argument("--beams", type=int, default=None, metavar="N", help="instead of drawing: the likeliest text that a search with N "
-                                                                          "beams finds")
+    how.add_argument("--beams", type=int, default=None, metavar="N", help="instead of drawing, and of all of the above: the likeliest text "
+                                                                          "that a search with N beams finds, within the context")
     how.add_argument("--length-penalty", type=float, default=1.0, metavar="A", help="of beams: Σ ln p / length^A (default: 1)")
-    work = p.add_argument_group("how it is computed (the text is the same)")
+    work = p.add_argument_group("how it is computed (the text is the same, unless it says otherwise)")
     work.add_argument("--cache", choices=["preallocated", "concat", "paged", "rolling", "int8", "int4", "none"], default="preallocated",
                       help="keys and values of past tokens; rolling sees the last --window tokens, int8 and int4 are rounded: then the "
                            "text may differ")
@@ -394,6 +394,7 @@ def generate(arguments):
     finally:
         print(flush=True)
         print(batch.speed, file=sys.stderr)
+    print(f"ended by {row.finish_reason}", file=sys.stderr)
     if arguments.draft:
         print(batch.report, file=sys.stderr)
 
@@ -412,9 +413,9 @@ def chosen_cache(arguments, model):
     layers, context = len(model.blocks), model.max_seq_len
     if arguments.window is not None and arguments.cache != "rolling":
         raise UserError(f"--window is of the rolling cache; add --cache rolling, or leave it out (got --cache {arguments.cache})")
-    slack = arguments.draft_tokens if arguments.draft else 0
+    slack, rows = arguments.draft_tokens if arguments.draft else 0, arguments.beams or 1
     return {"preallocated": lambda: KVCache(layers, context), "concat": lambda: ConcatKVCache(layers),
-            "paged": lambda: PagedKVCache(layers, -(-context // 16)),
+            "paged": lambda: PagedKVCache(layers, rows * -(-(context + slack) // 16)),
             "rolling": lambda: RollingKVCache(layers, max(1, context // 2) if arguments.window is None else arguments.window, slack=slack),
             "int8": lambda: QuantizedKVCache(layers, context, bits=8), "int4": lambda: QuantizedKVCache(layers, context, bits=4),
             "none": lambda: None}[arguments.cache]()
@@ -423,6 +424,8 @@ def chosen_cache(arguments, model):
 def chosen_draft(arguments, tokenizer):
     if arguments.draft == "ngram":
         return NGramDraft()
+    if Path(arguments.draft).resolve() == chosen_run(arguments).resolve():
+        raise UserError(f"--draft {arguments.draft} is the run that is to write: name that with --run, and as the draft a smaller one")
     model, other, _ = load_model(Path(arguments.draft), arguments.device)
     if other != tokenizer:
         raise UserError(f"--draft {arguments.draft}: its vocabulary is another one; both models must be trained on one text")
@@ -434,6 +437,8 @@ def print_beam(arguments, model, tokenizer, prompt):
     if arguments.draft or arguments.stop:
         raise UserError("--beams searches for one whole text: leave out --draft and --stop")
     ids = tokenizer.encode(prompt, errors="strict")
+    if len(ids) > model.max_seq_len:
+        raise UserError(f"--beams cannot slide, and --prompt has {len(ids)} characters, where the model's context is {model.max_seq_len}")
     best, *_ = beam_search(model, ids, arguments.max_new_tokens, num_beams=arguments.beams, length_penalty=arguments.length_penalty,
                            cache=chosen_cache(arguments, model), use_cache=arguments.cache != "none",
                            prefill_chunk=arguments.prefill_chunk)

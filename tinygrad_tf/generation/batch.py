@@ -7,6 +7,7 @@
 A row's state is its ids and its random numbers, nothing else: what is in the cache can always be read anew. So a row may be
 sent back to wait, the window may slide, a step may be interrupted, and the text stays the same.
 """
+import inspect
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -179,7 +180,7 @@ class Batch:
         if not (sampler is None or isinstance(sampler, Sampler)):
             raise TypeError(f"Batch.add: sampler must be a generation.Sampler, got {type_name(sampler)}")
         if seed is not None:
-            check_number("Batch.add", "seed", seed, Integral, "an integer")
+            check_seed("Batch.add", seed)
             if generator is not None:
                 raise ValueError("Batch.add: a seed makes a generator of the row's own: give one of the two")
             generator = RowGenerator().manual_seed(seed)
@@ -376,7 +377,10 @@ class Batch:
                 apart.reset()                           # the frames of an error live on, and with them the blocks would
             raise
         self.live, self.joining = self.live + rows, []
-        self.speed.add("prefill", sum(len(row.window) for row in rows), time.perf_counter() - begin)
+        if self.cache is None and all(row.new_ids for row in rows):         # all is read anew, for one token of each
+            self.speed.add("decode", len(rows), time.perf_counter() - begin)
+        else:
+            self.speed.add("prefill", sum(len(row.window) for row in rows), time.perf_counter() - begin)
         return logits
 
     def _prefill(self, rows, cache):
@@ -472,6 +476,12 @@ def check_positive(op, name, value):
         raise ValueError(f"{op}: {name} must be at least 1, got {value}")
 
 
+def check_seed(op, seed):
+    """TypeError for a seed that is neither None nor a whole number."""
+    if seed is not None:
+        check_number(op, "seed", seed, Integral, "an integer; row i has seed + i")
+
+
 def _eos_ids(eos_id, model):
     ids = eos_id.tolist() if hasattr(eos_id, "tolist") else eos_id
     ids = () if ids is None else tuple(ids) if isinstance(ids, Iterable) else (ids,)
@@ -487,11 +497,14 @@ def complete(model, prompts, max_new_tokens, *, cache=None, tokenizer=None, samp
              **options):
     """The `Row`s of several prompts, each a str or ids, whatever their lengths, in their order, when all have ended.
 
-    seed: row i draws with seed + i, and writes what it would write alone. on_token(row) is called at each token: `row.piece` is the
-    text that it made certain. options: of `Batch`; the others: of `Batch.add`.
+    Greedy, unless a `sampler` draws: then row i draws with seed + i, and writes what it would write alone. on_token(row) is called
+    at each token: `row.piece` is the text that it made certain. options: of `Batch`; the others: of `Batch.add`.
     """
     if isinstance(prompts, str):
         raise TypeError("complete: prompts must be a list of prompts, got a str: write [prompt]")
+    if unknown := options.keys() - inspect.signature(Batch).parameters.keys():
+        raise TypeError(f"complete: it takes no {', '.join(sorted(unknown))}; how to draw is a sampler=Sampler(temperature=…, top_k=…)")
+    check_seed("complete", seed)
     batch = Batch(model, cache, tokenizer, **options)
     rows = [batch.add(prompt, max_new_tokens, sampler=sampler, seed=None if seed is None else seed + i, eos_id=eos_id, stop=stop)
             for i, prompt in enumerate(prompts)]

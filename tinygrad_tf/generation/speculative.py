@@ -24,7 +24,7 @@ from ..models.common import device_of_model
 from ..ops.shape import cat
 from ..random import chosen
 from . import token_path
-from .batch import Batch, Row, as_before_an_error, check_positive, checked_cache, context_limit, padded
+from .batch import Batch, Row, as_before_an_error, check_positive, check_seed, checked_cache, context_limit, padded
 from .inference import inference
 from .sampling import Sampler
 
@@ -338,8 +338,7 @@ class Report:
 
     def __str__(self):
         return (f"{self.accepted:,} of {self.tested:,} tested drafts accepted ({self.acceptance_rate:.1%}), {self.tokens_per_pass:.2f} "
-                f"tokens a pass, {self.tokens:,} in {self.seconds:.2f} s (draft {self.draft_seconds:.2f} s), at most "
-                f"{self.speedup:.2f}× as fast as without")
+                f"tokens a pass, {self.tokens:,} in {self.seconds:.2f} s (draft {self.draft_seconds:.2f} s)")
 
 
 def _ratio(a, b):
@@ -528,6 +527,7 @@ def speculative_generate(model, prompts, max_new_tokens, draft, k=4, *, cache=No
     """
     if isinstance(prompts, str):
         raise TypeError("speculative_generate: prompts must be a list of prompts, got a str: write [prompt]")
+    check_seed("speculative_generate", seed)
     batch = SpeculativeBatch(model, draft, cache, tokenizer, k=k, on_event=on_event, **options)
     rows = [batch.add(prompt, max_new_tokens, sampler=sampler, seed=None if seed is None else seed + i, generator=generator,
                       eos_id=eos_id, stop=stop) for i, prompt in enumerate(prompts)]
