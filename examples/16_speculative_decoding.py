@@ -182,7 +182,8 @@ def draw(path, count=14):
                 if mark == "rejected":
                     axes.plot([x + 0.2, x + 0.72], [y, y], color="#a50f15", linewidth=1.2)
         passes, tokens = len(runs), sum(run.taken for run in runs)
-        axes.set(title=f"draft: {name}\n{tokens} tokens in {passes} passes", xlim=(-0.1, k + 1.5), ylim=(min(count, passes) - 0.4, -0.6),
+        axes.set(title=f"draft: {name}\n{tokens} tokens in {passes} passes, the first {min(count, passes)} shown",
+                 xlim=(-0.1, k + 1.5), ylim=(min(count, passes) - 0.4, -0.6),
                  xticks=[*(i + 0.46 for i in range(k)), k + 0.86], xticklabels=[*(f"x{i + 1}" for i in range(k)), "target's"],
                  yticks=range(min(count, passes)), yticklabels=range(1, min(count, passes) + 1), ylabel="pass of the target")
         axes.tick_params(length=0)
