@@ -164,6 +164,8 @@ def flops_per_token(way, T):
 
 
 took, flops = {way: [] for way in WAYS}, {way: [] for way in WAYS}
+for way in WAYS:
+    decode(way, lengths[0])                                                     # what is slow but once
 print(f"One more token after T: median milliseconds ({turns} × {repeats} steps; without a cache {turns} × 3), and MFLOP of the products")
 print(" " * 13 + "".join(f"{way:>23s}" for way in WAYS))
 for T in lengths:
@@ -195,6 +197,8 @@ def draw(path):
             axes.plot(lengths, [unit * v for v in found], marker="o", markersize=4, color=color, label=way)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.set(title=title, xlabel="tokens before it", xticks=lengths, xticklabels=lengths)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].legend(frameon=False)
