@@ -26,7 +26,7 @@ from ..nn import functional as F
 from ..ops.shape import cat, stack
 from ..random import Generator, chosen
 from . import token_path
-from .cache import Cache, KVCache
+from .cache import Cache, KVCache, check_size
 from .inference import inference, uninterrupted
 from .sampling import Sampler, check_number
 from .text import TextStream
@@ -150,9 +150,9 @@ class Batch:
 
     def __init__(self, model, cache=None, tokenizer=None, *, use_cache=True, max_rows=16, prefill_chunk=None, padding="right",
                  at_limit="stop", source=None, logprobs=False):
-        check_positive("Batch", "max_rows", max_rows)
+        check_size("Batch", "max_rows", max_rows)
         if prefill_chunk is not None:
-            check_positive("Batch", "prefill_chunk", prefill_chunk)
+            check_size("Batch", "prefill_chunk", prefill_chunk)
         if padding not in ("left", "right"):
             raise ValueError(f"Batch: padding must be 'left' or 'right', got {padding!r}")
         if at_limit not in LIMITS:
@@ -174,9 +174,7 @@ class Batch:
         `generator`, which rows may share. eos_id: one id or several. stop: strings that end the text; see `TextStream`.
         """
         ids = self._ids(prompt)
-        check_number("generate", "max_new_tokens", max_new_tokens, Integral, "an integer")
-        if max_new_tokens < 0:
-            raise ValueError(f"generate: max_new_tokens must be at least 0, got {max_new_tokens}")
+        check_size("generate", "max_new_tokens", max_new_tokens, least=0)
         if not (sampler is None or isinstance(sampler, Sampler)):
             raise TypeError(f"Batch.add: sampler must be a generation.Sampler, got {type_name(sampler)}")
         if seed is not None:
@@ -468,12 +466,6 @@ def context_limit(model, cache):
     if cache is not None and cache.window is not None and getattr(model, "endless_positions", False):
         return None
     return min(model.max_seq_len, getattr(cache, "capacity", model.max_seq_len))
-
-
-def check_positive(op, name, value):
-    check_number(op, name, value, Integral, "an integer")
-    if value < 1:
-        raise ValueError(f"{op}: {name} must be at least 1, got {value}")
 
 
 def check_seed(op, seed):

@@ -17,7 +17,8 @@ from ..creation import tensor
 from ..dtypes import float64
 from ..models.encoder_decoder import Source
 from ..nn import functional as F
-from .batch import Batch, check_positive
+from .batch import Batch
+from .cache import check_size
 from .inference import inference
 from .sampling import INF, check_number
 
@@ -61,8 +62,8 @@ def beam_search(model, prompt, max_new_tokens, *, num_beams=4, length_penalty=1.
     `PagedKVCache` the beams share the blocks of the prompt. source: of an encoder–decoder, what encode() returned for one row.
     ValueError or TypeError for options out of range and for what `Batch.add` refuses, and for logits with NaN or +inf.
     """
-    check_positive("beam_search", "num_beams", num_beams)
-    check_positive("beam_search", "num_return", num_return)
+    check_size("beam_search", "num_beams", num_beams)
+    check_size("beam_search", "num_return", num_return)
     if num_return > num_beams:
         raise ValueError(f"beam_search: num_return={num_return} texts were asked for, num_beams={num_beams} are kept; search with more")
     _check_rules(length_penalty, early_stopping)

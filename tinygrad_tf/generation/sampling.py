@@ -271,11 +271,6 @@ def _on_host(x):
 
 # --- what is checked --------------------------------------------------------------------------------------------------------
 
-def check_options(temperature, top_k):
-    """TypeError or ValueError for what `sample` would refuse, before there are logits."""
-    Sampler(temperature, top_k)
-
-
 def _check_option(op, option, value, name=None):
     _check(op, name or option, value, *OPTIONS[option])
 

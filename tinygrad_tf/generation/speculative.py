@@ -24,7 +24,8 @@ from ..models.common import device_of_model
 from ..ops.shape import cat
 from ..random import chosen
 from . import token_path
-from .batch import Batch, Row, as_before_an_error, check_positive, check_seed, checked_cache, context_limit, padded
+from .batch import Batch, Row, as_before_an_error, check_seed, checked_cache, context_limit, padded
+from .cache import check_size
 from .inference import inference
 from .sampling import Sampler
 
@@ -120,7 +121,7 @@ class NGramDraft(Draft):
     """
 
     def __init__(self, n=3):
-        check_positive("NGramDraft", "n", n)
+        check_size("NGramDraft", "n", n)
         self.n = n
 
     def propose(self, rows, counts, uniforms):
@@ -359,7 +360,7 @@ class SpeculativeBatch(Batch):
     """
 
     def __init__(self, model, draft, cache=None, tokenizer=None, *, k=4, on_event=None, **options):
-        check_positive("SpeculativeBatch", "k", k)
+        check_size("SpeculativeBatch", "k", k)
         optional_functions("SpeculativeBatch", on_event=on_event)
         super().__init__(model, cache, tokenizer, **options)
         _check_draft(draft, model, self.cache, k)
