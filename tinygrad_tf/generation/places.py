@@ -35,7 +35,7 @@ class Places:
     def __len__(self):
         return len(self.starts)
 
-    @property
+    @functools.cached_property
     def start(self):
         """How many tokens each row holds, where all hold as many."""
         return int(self.starts[0]) if len(self.starts) else 0
@@ -45,7 +45,7 @@ class Places:
         """The longest row, afterwards."""
         return int(self.ends.max()) if len(self.ends) else 0
 
-    @property
+    @functools.cached_property
     def num_keys(self):
         if self._keys is not None:
             return self._keys.shape[1]

@@ -12,6 +12,17 @@ from ..dtypes import as_dtype
 from ..tensor import Tensor, device_and_dtype
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_changes = itertools.count()
+_now = [next(_changes)]
+
+
+def changes():
+    """A number that is another one whenever something was assigned to any module, or a hook came or went: for who keeps what they hold."""
+    return _now[0]
+
+
+def _changed():
+    _now[0] = next(_changes)
 
 
 # --- hooks --------------------------------------------------------------------------------------------------------
@@ -26,6 +37,7 @@ class RemovableHandle:
 
     def remove(self):
         self.hooks.pop(self.id, None)
+        _changed()
 
     def __enter__(self):
         return self
@@ -37,6 +49,7 @@ class RemovableHandle:
 def _register(hooks, entry, first):
     handle = RemovableHandle(hooks)
     hooks[handle.id] = entry
+    _changed()
     if first:
         hooks.move_to_end(handle.id, last=False)
     return handle
@@ -137,6 +150,7 @@ class Module:
 
     def __setattr__(self, name, value):
         """Files Parameters and Modules into their tables; tying two layers is `a.weight = b.weight`."""
+        _changed()
         if isinstance(value, Parameter):
             self._file("_parameters", name, value)
         elif isinstance(value, Module):
@@ -155,6 +169,7 @@ class Module:
                 self.__dict__[other].pop(name, None)
         self._non_persistent_buffers_set.discard(name)
         self.__dict__[table][name] = value
+        _changed()
 
     def _replace(self, name, value):
         """Assigns something that is no Parameter or Module to a registered name; False where the name is in no table."""
@@ -177,6 +192,7 @@ class Module:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __delattr__(self, name):
+        _changed()
         for table in _TABLES:
             if name in self.__dict__.get(table, ()):
                 del self.__dict__[table][name]
