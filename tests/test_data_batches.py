@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinygrad_tf.data import BatchSampler, CorpusError, evaluation_batches
+from tinygrad_tf.data import BatchSampler, CorpusError, EpochOrder, EpochSampler, evaluation_batches
 
 IDS = np.arange(1000, 1100)
 
@@ -76,6 +76,11 @@ def test_one_seed_gives_one_sequence(seed):
     one, same, other = (draw(BatchSampler(IDS, 8, 5, s), 4) for s in (seed, seed, seed + 1))
     assert_same(one, same)
     assert not np.array_equal(one, other)
+
+
+def test_the_sequences_of_seeds_that_runs_were_recorded_with():
+    assert [[int(i) - 1000 for i in BatchSampler(IDS, 8, 5, seed).next()[0][:, 0]] for seed in (0, 1, 42)] == [
+        [78, 58, 47, 24, 28], [43, 47, 69, 87, 3], [8, 71, 60, 40, 39]]
 
 
 @given(st.integers(0, 6), st.integers(1, 7))
@@ -168,3 +173,91 @@ def test_sizes_that_make_no_batch_are_refused_at_once(make):
             make(IDS, context, batch_size)
     with pytest.raises(TypeError, match="token ids must be integers"):
         make(IDS.astype(np.float32), 8, 5)
+
+
+# --- every window once an epoch --------------------------------------------------------------------------------------------
+
+def starts(sampler, steps):
+    return np.concatenate([sampler.next()[0][:, 0] - 1000 for _ in range(steps)]).tolist()
+
+
+def test_an_epoch_has_the_windows_of_batch_sampler_side_by_side():
+    inputs, targets = EpochSampler(IDS.astype(np.int32), context=8, batch_size=5, seed=1).next()
+    assert inputs.shape == targets.shape == (5, 8) and inputs.dtype == targets.dtype == np.int64
+    assert (np.diff(inputs) == 1).all() and (targets == inputs + 1).all() and ((inputs[:, 0] - 1000) % 8 == 0).all()
+
+
+@given(st.integers(2, 60), st.integers(1, 59), st.integers(1, 9), st.integers(-3, 2**64))
+def test_every_window_is_drawn_once_an_epoch(length, context, batch_size, seed):
+    context = min(context, length - 1)
+    windows = (length - 1) // context
+    drawn = starts(EpochSampler(IDS[:length], context, batch_size, seed), -(-3 * windows // batch_size))
+    for epoch in range(3):
+        assert sorted(drawn[epoch * windows:(epoch + 1) * windows]) == [i * context for i in range(windows)]
+
+
+def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+    orders = [tuple(starts(sampler, 12)) for seed in (0, 1, 2) for sampler in [EpochSampler(IDS, 1, 33, seed)]]
+    epochs = [order[i:i + 99] for order in orders for i in range(0, 396, 99)]
+    assert len(set(epochs)) == len(epochs) == 12
+    assert orders[0] == tuple(starts(EpochSampler(IDS, 1, 33, 0), 12))
+
+
+def test_the_order_is_the_one_that_runs_were_recorded_with():
+    assert EpochOrder(10, seed=0)(np.arange(30)).reshape(3, 10).tolist() == [
+        [6, 3, 8, 1, 4, 5, 9, 2, 7, 0], [1, 3, 8, 6, 2, 0, 7, 5, 4, 9], [1, 4, 9, 8, 5, 2, 6, 3, 0, 7]]
+    for seed in -1, 2**64 - 1:
+        assert EpochOrder(10, seed)(np.arange(10)).tolist() == [5, 1, 4, 0, 7, 9, 2, 6, 8, 3]
+
+
+def test_an_order_may_be_asked_in_any_order():
+    order = EpochOrder(7, seed=5)
+    forward = order(np.arange(21)).tolist()
+    assert order(np.arange(21)[::-1]).tolist() == forward[::-1] and [int(order(np.array([n]))[0]) for n in (20, 0, 13)] == [
+        forward[20], forward[0], forward[13]]
+
+
+@pytest.mark.parametrize("make", [EpochSampler, BatchSampler])
+def test_resumed_anywhere_is_uninterrupted(make):
+    """Cut after each of 40 batches, several epochs long: what follows is what would have followed, to the last window."""
+    whole = draw(make(IDS, 8, 5, seed=4), 40)
+    sampler = make(IDS, 8, 5, seed=4)
+    for cut in range(40):
+        resumed = make(IDS, 8, 5, seed=4)
+        resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+        assert_same(draw(resumed, 40 - cut), whole[cut:])
+        sampler.next()
+
+
+def test_an_epoch_goes_on_with_another_batch_size():
+    sampler, resumed = EpochSampler(IDS, 8, 5, seed=4), EpochSampler(IDS, 8, 3, seed=4)
+    expected = starts(EpochSampler(IDS, 8, 1, seed=4), 40)
+    assert starts(sampler, 3) == expected[:15]
+    resumed.load_state_dict(sampler.state_dict())
+    assert starts(resumed, 5) == expected[15:30] and resumed.epoch == 30 // 12
+
+
+@pytest.mark.parametrize("name, sampler", [("tokens", EpochSampler(IDS[:50], 8, 5, 1)), ("context", EpochSampler(IDS, 9, 5, 1)),
+                                           ("seed", EpochSampler(IDS, 8, 5, 2))])
+def test_a_state_of_another_epoch_sampler_is_refused(name, sampler):
+    with pytest.raises(ValueError, match=f"EpochSampler.load_state_dict: {name} is .* here, but .* in the saved state"):
+        sampler.load_state_dict(EpochSampler(IDS, 8, 5, 1).state_dict())
+
+
+@pytest.mark.parametrize("drawn", [None, -1, 2**62, 1.0, "3", [], True])
+def test_a_damaged_number_of_windows_is_refused_and_changes_nothing(drawn):
+    sampler = EpochSampler(IDS, 8, 5)
+    sampler.next()
+    with pytest.raises(ValueError, match="damaged"):
+        sampler.load_state_dict(sampler.state_dict() | {"drawn": drawn})
+    assert sampler.drawn == 5
+
+
+def test_sizes_that_make_no_epoch_are_refused():
+    with pytest.raises(CorpusError, match="training text has 8 tokens"):
+        EpochSampler(IDS[:8], 8, 5)
+    for context, batch_size, name in ((0, 5, "context"), (8, 0, "batch_size")):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            EpochSampler(IDS, context, batch_size)
+    with pytest.raises(ValueError, match="count must be at least 1"):
+        EpochOrder(0)

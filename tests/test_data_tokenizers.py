@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinygrad_tf.data import SPECIAL_TOKENS, ByteTokenizer, CharTokenizer
+from tinygrad_tf.data import SPECIAL_TOKENS, ByteTokenizer, CharTokenizer, Tokenizer
 
 any_text = st.text(min_size=1)
 TEXT = "hello, wörld 🙂\n<pad>"
@@ -216,3 +216,54 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         CharTokenizer.from_text("xyz").save(path)
     assert CharTokenizer.load(path) == CharTokenizer.from_text("ab") and os.listdir(tmp_path) == ["tokenizer.json"]
+
+
+# --- what all kinds share -----------------------------------------------------------------------------------------------------
+
+def test_any_kind_is_read_by_the_class_above_them(tmp_path):
+    for tokenizer in CharTokenizer.from_text(TEXT), ByteTokenizer():
+        tokenizer.save(tmp_path / "tokenizer.json")
+        again = Tokenizer.load(tmp_path / "tokenizer.json")
+        assert type(again) is type(tokenizer) and again == tokenizer
+    assert set(Tokenizer.kinds) >= {"char", "byte", "bpe", "wordpiece"} and None not in Tokenizer.kinds
+
+
+def test_a_subclass_without_a_kind_of_its_own_takes_no_place():
+    class Louder(CharTokenizer):
+        pass
+    assert Tokenizer.kinds["char"] is CharTokenizer and type(Louder("ab")).kind == "char"
+
+
+@pytest.mark.parametrize("content", [None, [], {}, {"type": "other"}, {"type": ["char"]}, {"type": None}, {"model": {"type": "BPE"}}])
+def test_what_is_of_no_kind_is_refused(content):
+    with pytest.raises(ValueError, match="Tokenizer.from_dict: the type must be one of char, byte, .*load_huggingface"):
+        Tokenizer.from_dict(content)
+
+
+@pytest.mark.parametrize("make", [lambda: CharTokenizer.from_text("ab<>pdeos"), ByteTokenizer], ids=["char", "byte"])
+def test_special_tokens_that_are_allowed_become_their_ids(make):
+    tokenizer = make()
+    text = "<pad>a<eos><bos>b"
+    a, b = tokenizer.encode("ab")
+    assert tokenizer.encode(text, allowed_special="all").tolist() == [0, a, 2, 1, b]
+    some = tokenizer.encode(text, allowed_special={"<eos>"})
+    assert some.dtype == np.int64 and some.tolist().count(2) == 1 and tokenizer.decode(some, skip_special=False) == text
+    assert tokenizer.encode(text, allowed_special=[]).tolist() == tokenizer.encode(text).tolist()
+    assert tokenizer.encode("<eos>", allowed_special=("<eos>",)).tolist() == [2] and tokenizer.encode("", allowed_special="all").size == 0
+
+
+@both
+@pytest.mark.parametrize("names, error, message", [
+    ("<eos>", TypeError, 'must be "all" or a set of names'), (None, TypeError, "all"), (7, TypeError, "all"),
+    (["<end>"], ValueError, "'<end>' is no special token here; .*<pad>"), ([["<eos>"]], ValueError, "no special token"),
+    ({""}, ValueError, "no special token")])
+def test_allowed_special_says_what_it_takes(tokenizer, names, error, message):
+    with pytest.raises(error, match=f"{type(tokenizer).__name__}.encode: .*{message}"):
+        tokenizer.encode("a", allowed_special=names)
+
+
+def test_a_position_in_an_error_counts_from_the_beginning_of_the_text():
+    with pytest.raises(ValueError, match="'é' at position 7"):
+        CharTokenizer.from_text("abc").encode("a<eos>bé", errors="strict", allowed_special="all")
+    with pytest.raises(ValueError, match="ByteTokenizer.encode: errors must be"):
+        ByteTokenizer().encode("a", errors="ignore")

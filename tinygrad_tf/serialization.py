@@ -10,15 +10,16 @@ import json
 import os
 import secrets
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from . import dtypes
 from .arguments import type_name
 from .autograd import constant
 from .backend import CPU, to_device
 from .backend import device as Device
-from .dtypes import DTYPES
 from .nn.module import Parameter
 from .ops.shape import as_shape
 from .size import Size
@@ -32,6 +33,8 @@ _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES = {list: "list", tuple: "tuple", Size: "Size"}
 _MAKERS = {"list": list, "tuple": tuple, "Size": lambda sizes: Size(as_shape("Size", (tuple(sizes),)))}
 _MAX_HEADER = 10**8             # of bytes; safetensors has the same bound
+_SAFETENSORS = {"F64": dtypes.float64, "F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16, "I64": dtypes.int64,
+                "I32": dtypes.int32, "I16": dtypes.int16, "I8": dtypes.int8, "U8": dtypes.uint8, "BOOL": dtypes.bool_}
 _WRITTEN_BY_OTHERS = "it was not written by tinygrad_tf.save, or was damaged since"
 
 
@@ -143,23 +146,34 @@ def write_atomically(path, data):
 
     A link stays and what it leads to is written; a file keeps its permissions. OSError names the file.
     """
+    with replacing(path) as file:
+        file.write(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path):
+    """An open binary file for what is to stand at `path`: it takes that place at the end, flushed; after an error nothing has changed."""
     target = Path(os.path.realpath(Path(path)))
     if target.exists() and not target.is_file():
         raise FileExistsError(errno.EEXIST, "there is a folder or a device, and no file that could be replaced", str(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")    # see training/folder.py
     try:
-        _write_and_rename(target, data.encode("utf-8") if isinstance(data, str) else data)
+        with _renamed_at_the_end(temporary, target) as file:
+            yield file
     except OSError as error:
+        if error.filename not in (None, str(temporary)):        # of another file, which is read meanwhile
+            raise
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
 
 
-def _write_and_rename(target, data):
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")    # see training/folder.py
+@contextmanager
+def _renamed_at_the_end(temporary, target):
     file = open(temporary, "xb")                # x: never somebody else's file
     try:
         with file:
             if target.exists():
                 shutil.copymode(target, temporary)
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -231,13 +245,14 @@ def _has_the_size_it_says(file):
 
 
 def _tensors_of(data, name):
-    from safetensors import SafetensorError
-    from safetensors.numpy import load as from_safetensors
+    from safetensors import SafetensorError, deserialize
     try:
-        arrays = from_safetensors(data)
+        entries = deserialize(data)
+        arrays = {key: np.frombuffer(entry["data"], _SAFETENSORS[entry["dtype"]].numpy).reshape(entry["shape"])
+                  for key, entry in entries if entry["dtype"] in _SAFETENSORS}
     except (SafetensorError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
         raise ValueError(f"load: {name} {_kind_of(data) or f'is no safetensors file, or a damaged one ({one_line(error)})'}") from None
-    if any(array.dtype not in [d.numpy for d in DTYPES] for array in arrays.values()):
+    if len(arrays) < len(entries):
         raise ValueError(f"load: {name} holds tensors of a type that there is not here; {_WRITTEN_BY_OTHERS}")
     return arrays
 
