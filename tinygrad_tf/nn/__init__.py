@@ -1,6 +1,6 @@
 """Layers and models under PyTorch's names.
 
-Reading order: module (the tree), layers, activations, losses, attention, positions, blocks; containers, init, functional
+Reading order: module (the tree), layers, activations, losses, attention, positions, blocks, moe; containers, init, functional
 and utils where you meet them.
 """
 from ..arguments import absent
@@ -13,6 +13,7 @@ from .feedforward import GEGLU, GatedFeedForward, SwiGLU
 from .layers import Dropout, Embedding, Flatten, Identity, LayerNorm, Linear, RMSNorm
 from .losses import BCEWithLogitsLoss, CrossEntropyLoss, MSELoss, NLLLoss
 from .module import Module, Parameter
+from .moe import DenseMoE, MoE
 from .positions import (
     ALiBi,
     InputEmbedding,

@@ -35,7 +35,8 @@ class TransformerBlock(Module):
 
     Dropout acts on what a sublayer adds, and inside the feed-forward network; on attention weights it has its own rate.
     norm: "layer" or "rms". ffn: "glu", "reglu", "geglu" or "swiglu" for a gated network (guide 10.3), else an activation of
-    `FeedForward`, which `activation` names too. rope, relative_bias and window are those of `MultiHeadAttention`.
+    `FeedForward`, which `activation` names too; or a module [B, T, C] → [B, T, C], such as `MoE(dim, hidden_dim)` (guide 11.1).
+    rope, relative_bias and window are those of `MultiHeadAttention`.
     The modern block (guide 10.5): norm_first=True, norm="rms", ffn="swiglu", bias=False, num_kv_heads below num_heads, rope.
     """
 
@@ -47,7 +48,7 @@ class TransformerBlock(Module):
         self.norm_first = norm_first
         self.attention = MultiHeadAttention(dim, num_heads, num_kv_heads, bias, attention_dropout, rope=rope,
                                             relative_bias=relative_bias, window=window)
-        self.ffn = feed_forward(activation if ffn is None else ffn, dim, hidden_dim, dropout, bias)
+        self.ffn = ffn if isinstance(ffn, Module) else feed_forward(activation if ffn is None else ffn, dim, hidden_dim, dropout, bias)
         self.norm1, self.norm2 = NORMS[norm](dim, bias=bias), NORMS[norm](dim, bias=bias)
         self.dropout = Dropout(dropout)
 
@@ -58,9 +59,15 @@ class TransformerBlock(Module):
                    "mask_mod": mask_mod, "score_mod": score_mod}
         if self.norm_first:
             x = x + self.dropout(self.attention(self.norm1(x), **visible))
-            return x + self.dropout(self.ffn(self.norm2(x)))
+            return x + self.dropout(self._feed(self.norm2(x), valid_tokens))
         x = self.norm1(x + self.dropout(self.attention(x, **visible)))
-        return self.norm2(x + self.dropout(self.ffn(x)))
+        return self.norm2(x + self.dropout(self._feed(x, valid_tokens)))
+
+    def _feed(self, x, valid_tokens):
+        """ffn(x). A mixture of experts is told which of the tokens are real: those of a cache come first, and are not among them."""
+        if valid_tokens is None or not getattr(self.ffn, "routes_tokens", False):
+            return self.ffn(x)
+        return self.ffn(x, valid_tokens[:, valid_tokens.shape[1] - x.shape[1]:])
 
     def extra_repr(self):
         return f"norm_first={self.norm_first}"
