@@ -2,6 +2,7 @@
 import numpy as np
 
 from ..backend import array_module
+from ..quantization.packing import pack, unpack
 from .cache import KVCache, check_size
 
 
@@ -25,26 +26,13 @@ class GroupCodec:
         scale = xp.abs(parts).max(axis=-1) / self.largest
         usable = xp.isfinite(scale) & (scale > 0)
         codes = xp.rint(xp.where(usable[..., None], parts, 0) / xp.where(usable, scale, 1)[..., None]).astype(np.int8).reshape(x.shape)
-        return self._packed(codes), scale
+        return pack(codes, self.bits), scale
 
     def decode(self, codes, scale, dtype):
-        codes = self._unpacked(codes)
+        codes = unpack(codes, self.bits, codes.shape[-1] * 8 // self.bits, signed=True)
         parts = codes.reshape(*scale.shape, codes.shape[-1] // scale.shape[-1])
         with np.errstate(invalid="ignore"):                 # 0 · ∞ = NaN, as promised
             return (parts * scale[..., None]).reshape(codes.shape).astype(dtype, copy=False)
-
-    def _packed(self, codes):
-        if self.bits == 8:
-            return codes
-        nibbles = (codes + 8).astype(np.uint8)
-        return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-
-    def _unpacked(self, codes):
-        if self.bits == 8:
-            return codes
-        xp = array_module(codes)
-        nibbles = xp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-        return nibbles.astype(np.int8) - np.int8(8)
 
     def __eq__(self, other):
         return isinstance(other, GroupCodec) and (self.bits, self.group) == (other.bits, other.group)
