@@ -22,7 +22,9 @@ from tinygrad_tf.ops import (
     index,
     linear,
     loss,
+    moe,
     norm,
+    quantize,
     reduce,
     rotary,
     sdpa,
@@ -30,6 +32,8 @@ from tinygrad_tf.ops import (
     softmax,
 )
 from tinygrad_tf.ops.kernel_attention import KernelAttention
+from tinygrad_tf.quantization.linear import PackedLinear, round_to_nearest
+from tinygrad_tf.quantization.packing import pack
 from tinygrad_tf.tensor import ToDevice
 
 
@@ -586,3 +590,97 @@ for layout in rotary.LAYOUTS:
     case("Rotary", turned(layout), normal(4, 4), angles(4, 2), note=f"{layout}, square")
     case("Rotary", turned(layout), normal(1), angles(0), note=f"{layout}, one element, not turned")
     case("Rotary", turned(layout), normal(0, 4), angles(0, 2), note=f"{layout}, no element")
+
+
+# --- rounding, whose gradient is a definition -------------------------------------------------------------------------
+
+def of_value(meant, op):
+    """op's gradient under the values of meant(x), of which it is the slope by definition: op itself has slope 0, and jumps."""
+    def function(x, *rest):
+        y = op(x, *rest)
+        return y + (meant(x, *rest) - y).detach()
+    return function
+
+
+def clipped(low, high):
+    """What straight-through estimation takes x for: half a step beyond the last levels it no longer moves."""
+    return lambda x, *rest: arithmetic.clamp(x, low, high)
+
+
+def per_tensor(x):
+    return quantize.fake_quantize_per_tensor_affine(x, 0.5, 1, -1, 3)
+
+
+def per_channel(axis, scale):
+    scale = constant(scale)
+    return lambda x: quantize.fake_quantize_per_channel_affine(x, scale(None), integers([0, 1, 2])(None), axis, -1, 3)
+
+
+def clipped_channels(axis, scale):
+    def limit(level):                           # of zero points 0, 1, 2
+        numbers = np.array(scale) * (level - np.arange(3.0))
+        return constant(numbers.reshape(3, 1) if axis == 0 else numbers)(None)
+    return lambda x: arithmetic.clamp(x, limit(-1.5), limit(3.5))
+
+
+for size in [(3, 4), (2, 2, 3), (6,), (1,), (), (0,), (2, 0)]:
+    case("FakeQuantize", of_value(clipped(-1.25, 1.25), per_tensor), normal(*size))
+case("FakeQuantize", of_value(clipped(-1.25, 1.25), per_tensor), fixed([-1.26, -1.24, -0.3, 0.1, 0.99, 1.01, 1.24, 1.26]),
+     note="at both ends of the range")
+for axis in (0, 1):
+    case("FakeQuantize", of_value(clipped_channels(axis, [0.4, 0.6, 0.8]), per_channel(axis, [0.4, 0.6, 0.8])), normal(3, 3),
+         note=f"channels of axis {axis}")
+for granularity, group_size in [("tensor", None), ("channel", None), ("group", 2)]:
+    for symmetric in (True, False):
+        scheme = quantize.Scheme(3, symmetric, granularity, group_size)
+        case("FakeQuantize", of_value(lambda x: x, lambda x, s=scheme: quantize.fake_quantize(x, s)), normal(3, 4),
+             note=f"{granularity}, {'symmetric' if symmetric else 'asymmetric'}, scales of x: a constant, and nothing is clipped")
+
+
+# --- mixture of experts ---------------------------------------------------------------------------------------------
+
+def planned(ids, **options):
+    return moe.plan_dispatch(ids.array, num_experts=4, **options)
+
+
+CHOSEN = integers([[1, 3], [3, 0], [1, 0], [3, 1], [1, 3]])           # of 5 tokens; nobody chose expert 2
+ONE, NONE = integers([[0]]), integers(np.zeros((0, 2)))
+for note, chosen, size, options in [("two ranks", CHOSEN, (5, 3), {}), ("a full expert drops", CHOSEN, (5, 3), {"capacity": 2}),
+                                    ("one rank, square", integers([[2], [0], [2]]), (3, 3), {}), ("one element", ONE, (1, 1), {}),
+                                    ("no element", NONE, (0, 3), {}), ("all dropped", CHOSEN, (5, 2), {"capacity": 0})]:
+    case("Dispatch", lambda x, ids, o=options: moe.dispatch(x, planned(ids, **o)), normal(*size), chosen, note=note)
+for note, chosen, size, weights, options in [
+        ("two ranks", CHOSEN, (10, 3), (5, 2), {}), ("a full expert drops", CHOSEN, (6, 3), (5, 2), {"capacity": 2}),
+        ("one rank, square", integers([[2], [0], [2]]), (3, 3), (3, 1), {}), ("one element", ONE, (1, 1), (1, 1), {}),
+        ("no element", NONE, (0, 3), (0, 2), {}), ("all dropped", CHOSEN, (0, 3), (5, 2), {"capacity": 0})]:
+    case("Combine", lambda rows, g, ids, o=options: moe.combine(rows, g, planned(ids, **o)), normal(*size), normal(*weights), chosen,
+         note=note)
+for counts, out in [((2, 0, 3), 2), ((5,), 3), ((0, 0), 2), ((1, 1, 1), 3)]:
+    N, E = sum(counts), len(counts)
+    case("GroupedLinear", lambda x, w, b, c=counts: moe.grouped_linear(x, w, b, c), normal(N, 3), normal(E, out, 3), normal(E, out),
+         note=f"rows {counts}")
+case("GroupedLinear", lambda x, w: moe.grouped_linear(x, w, None, (2, 1)), normal(3, 2), normal(2, 2, 2), note="without bias")
+case("GroupedLinear", lambda x, w, b: moe.grouped_linear(x, w, b, (1,)), normal(1, 1), normal(1, 1, 1), normal(1, 1), note="one element")
+
+
+# --- low-bit weights: constants, of which x and the bias get their gradients ------------------------------------------
+
+def low_bit(scheme, x_shape, out, note):
+    """y = x Ŵᵀ + b with a Ŵ [out, in] of this scheme."""
+    codes = round_to_nearest(np.sin(1 + np.arange(out * x_shape[-1])).reshape(out, x_shape[-1]), scheme)
+    stored = [pack(codes.q, scheme.bits), codes.scale, *([] if scheme.symmetric else [codes.zero_point.astype(np.uint8)])]
+    recipes = [recipe("stored", lambda r, a=array: a, requires_grad=False, dtype=array.dtype) for array in stored]
+
+    def function(x, packed, scale, *rest):
+        return PackedLinear.apply(x, packed, scale, None if scheme.symmetric else rest[0], rest[-1], scheme)
+    case("PackedLinear", function, normal(*x_shape), *recipes, normal(out), note=note)
+
+
+for size in [(3, 4), (4,), (2, 2, 4), (0, 4)]:
+    low_bit(quantize.Scheme(4, granularity="group", group_size=2), size, 3, f"4 bits, groups, {size}")
+for bits in (2, 3, 5, 7, 8):
+    low_bit(quantize.Scheme(bits, granularity="channel"), (2, 3), 3, f"{bits} bits, channels")
+    low_bit(quantize.Scheme(bits, False, "group", 3), (2, 3), 2, f"{bits} bits, asymmetric, groups")
+low_bit(quantize.Scheme(4), (2, 5), 3, "4 bits, tensor, odd rows")
+low_bit(quantize.Scheme(4, False), (5, 3), 3, "4 bits, asymmetric, tensor")
+low_bit(quantize.Scheme(8), (1, 1), 1, "one element")

@@ -525,6 +525,21 @@ def _(node, dy, keeps):
     return dy @ w, drows.T @ rows, None if b is None else drows.sum(0)
 
 
+@formula("PackedLinear", "the scale", "the zero point", "the sum over leading axes")
+def _(node, dy, keeps):
+    x, packed, scale, zero_point, b, scheme = node.args
+    if scheme.bits < 8:
+        digits = np.unpackbits(packed, axis=1, bitorder="little")[:, :x.shape[-1] * scheme.bits].reshape(len(packed), -1, scheme.bits)
+        packed = digits @ (1 << np.arange(scheme.bits)) - (2 ** (scheme.bits - 1) if scheme.symmetric else 0)
+    wide = {0: (1, 1), 1: (-1, 1), 2: scale.shape}[scale.ndim]
+    w, scale = packed * 1.0, scale.astype(float).reshape(wide).repeat(x.shape[-1] // wide[1], axis=1)
+    if zero_point is not None and keeps("the zero point"):
+        w -= zero_point.reshape(wide).repeat(x.shape[-1] // wide[1], axis=1)
+    dx = dy @ (w * scale if keeps("the scale") else w)
+    rows = dy.reshape(-1, dy.shape[-1])
+    return dx, None, None, None, rows.sum(0) if keeps("the sum over leading axes") else rows[:1].sum(0)
+
+
 @formula("Rotary", "the turn back", "the cosine", "the features that are not turned", "the layout")
 def _(node, dy, keeps):
     x, cos, sin, layout, *_ = node.args
@@ -536,3 +551,42 @@ def _(node, dy, keeps):
         c, s = cos[..., i] if keeps("the cosine") else 1.0, sin[..., i]
         dx[..., a], dx[..., b] = dy[..., a] * c - dy[..., b] * s, dy[..., a] * s + dy[..., b] * c
     return dx
+
+
+@formula("FakeQuantize", "the clip below", "the clip above", "the half step", "the zero point")
+def _(node, dy, keeps):
+    x, scale, zero, qmin, qmax = node.args
+    x = x / scale + (zero if keeps("the zero point") else 0)
+    half = 0.5 + 1e-9 if keeps("the half step") else 0
+    below, above = x < qmin - half, x > qmax + half
+    return np.where(below * keeps("the clip below") + above * keeps("the clip above"), 0, dy), None, None
+
+
+@formula("Dispatch", "adding up")
+def _(node, drows, keeps):
+    x, plan = node.args
+    return _put_back(x.shape, plan.tokens, drows, keeps)
+
+
+@formula("Combine", "the weight", "the rows", "zeros for what has no row")
+def _(node, dy, keeps):
+    rows, g, plan = node.args
+    drows, dg = np.zeros_like(rows), np.zeros_like(g)
+    for t, rank in np.ndindex(*g.shape):
+        place = plan.places[t, rank]
+        if place < len(rows):
+            drows[place] = dy[t] * (g[t, rank] if keeps("the weight") else 1)
+            dg[t, rank] = (dy[t] * (rows[place] if keeps("the rows") else 1)).sum()
+        elif not keeps("zeros for what has no row"):
+            dg[t, rank] = (dy[t] * rows[-1]).sum() if len(rows) else 1
+    return drows, dg
+
+
+@formula("GroupedLinear", "a matrix of its own", "rows of its own", "the sum in db")
+def _(node, dy, keeps):
+    x, w, b, counts, *_ = node.args
+    owner = np.repeat(np.arange(len(counts)), counts)
+    dx = np.einsum("no,noi->ni", dy, w[owner] if keeps("a matrix of its own") else w[owner * 0])
+    own = np.eye(len(w))[owner] if keeps("rows of its own") else np.ones((len(x), len(w)))
+    db = [dy[owner == e].sum(0) if keeps("the sum in db") else dy[owner == e][:1].sum(0) for e in range(len(w))]
+    return dx, np.einsum("ne,no,ni->eoi", own, dy, x), None if b is None else np.array(db)

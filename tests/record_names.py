@@ -27,7 +27,8 @@ NAMES = [f"{room}{'.' if room else ''}{name}" for room, names in {
         masked_fill std var mean sum prod any all abs neg pow sign floor ceil trunc maximum minimum lerp addcmul
         addcdiv flip roll tile repeat_interleave meshgrid diagonal movedim moveaxis swapaxes unique bincount
         nonzero is_tensor is_floating_point result_type promote_types can_cast finfo iinfo get_default_dtype
-        set_default_dtype save load true_divide""",
+        set_default_dtype save load true_divide fake_quantize_per_tensor_affine
+        fake_quantize_per_channel_affine""",
     "nn": """
         Module Parameter Linear Embedding LayerNorm RMSNorm Dropout GELU ReLU SiLU Tanh Sigmoid Softmax
         Sequential ModuleList ModuleDict Identity Flatten MultiheadAttention CrossEntropyLoss MSELoss NLLLoss
@@ -233,6 +234,13 @@ torch.remainder(5, x.detach().abs() + 1)
 torch.isin(torch.tensor([1, 2, 3]), torch.tensor([2])), torch.eq(x, y), torch.eq(input=x, other=y), torch.lt(x, 0)
 torch.moveaxis(x, 0, 1), torch.swapdims(x, 0, 1)
 torch.normal(0.0, 1.0, (3,)), torch.normal(torch.zeros(2), torch.ones(2)), torch.normal(torch.zeros(2), 2.0)
+torch.fake_quantize_per_tensor_affine(x, 0.5, 1, -1, 3), torch.fake_quantize_per_tensor_affine(x, torch.tensor(0.3), \
+torch.tensor(0, dtype=torch.int32), -8, 7)
+torch.fake_quantize_per_channel_affine(x, torch.tensor([0.3, 0.5]), torch.tensor([0, 2], dtype=torch.int32), 0, -2, 3)
+torch.fake_quantize_per_channel_affine(x, torch.tensor([0.3, 0.5, 2.0]), torch.tensor([0, 1, 2], dtype=torch.int32), 1, 0, 15)
+torch.fake_quantize_per_tensor_affine(x, 0.5, 1, 3, -1)
+torch.fake_quantize_per_tensor_affine(x, 0.5, 9, -1, 3)
+torch.fake_quantize_per_channel_affine(x, torch.tensor([0.3]), torch.tensor([0], dtype=torch.int32), 0, -2, 3)
 s = torch.get_rng_state(); a = torch.rand(3); torch.set_rng_state(s); r = (torch.rand(3) == a, str(s.dtype), \
 s.shape == (5056,))
 """

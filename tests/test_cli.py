@@ -224,7 +224,7 @@ def test_presets(monkeypatch):
     (["generate", "--max-new-tokens", "-1"], ["max_new_tokens"]), (["generate", "--prompt", ""], ["--prompt is empty"]),
     (["generate", "--prompt", "the Ünder"], ["--prompt", "Ü"]), (["generate", "--prompt", "a\udcff"], ["--prompt"]),
     (["generate", "--seed", str(2**70)], ["seed"]), (["generate", "--run", "nowhere"], ["no checkpoint", "nowhere"]),
-    (["generate", "--run", "text.txt"], ["no checkpoint"]), (["evaluate", "--run", "nowhere"], ["no checkpoint"]),
+    (["generate", "--run", "text.txt"], ["text.txt", "no safetensors file"]), (["evaluate", "--run", "nowhere"], ["no checkpoint"]),
     (["evaluate", "--text", "missing.txt"], ["missing.txt does not exist"]),
     (["train", "--resume", "nowhere"], ["no checkpoint", "nowhere"]),
     (["train", "--resume", ""], ["no checkpoint"]), (["train", "--resume", "runs/minigpt", "--lr", "0.1"], ["leave out --lr"]),

@@ -528,7 +528,8 @@ def test_a_run_of_the_suite_on_a_gpu_that_is_not_there_ends_in_one_sentence(miss
 
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 NEEDS = {"07_digits_encoder.py": "sklearn", "09_dates_encoder_decoder.py": "babel"}
-HOST_ONLY = {"12_cuda_kernel_on_cpu.py": "it is about the CPU"}
+HOST_ONLY = {"12_cuda_kernel_on_cpu.py": "it is about the CPU", "22_gradient_checkpointing.py": "it measures the memory of the host",
+             "23_byte_pair_encoding.py": "text and ids, and no tensor"}
 ON_STAND_IN = """
 import runpy, sys
 import strict_cupy

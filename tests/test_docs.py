@@ -77,7 +77,7 @@ def test_the_search_for_names_is_not_fooled():
                  "tensor.Tensor", "F.softmax", "data.load_text", "copy.deepcopy",
                  "pydoc_data.topics", "xp.copyto"):
         assert exists(name), name
-    for name in ("nn.Linnear", "ops.softmax.Softmin", "Function.save", "self.need", "torch.autocast", "copy.deep", "no_such.thing",
+    for name in ("nn.Linnear", "ops.softmax.Softmin", "Function.save", "self.need", "torch.vmap", "copy.deep", "no_such.thing",
                  "xp.copytoo"):
         assert not exists(name), name
 
@@ -211,7 +211,7 @@ def test_every_operation_is_in_the_table():
 # --- docs/names.md: all public names, and no other ----------------------------------------------------------------------
 
 ROOMS = {"torch": "", "Tensor": "Tensor", **{room: room for room in ("nn", "nn.functional", "nn.init", "nn.utils", "optim",
-                                                                    "optim.lr_scheduler")}}
+                                                                    "optim.lr_scheduler", "amp")}}
 rooms = pytest.mark.parametrize("room", ROOMS)
 
 

@@ -187,7 +187,7 @@ def test_a_hand_made_formula_with_nothing_dropped_passes(op):
 
 def test_every_fused_operation_has_hand_made_mutants():
     fused = [name for name, cls in OPS.items() if cls.__module__.rpartition(".")[2] in (
-        "activation", "softmax", "norm", "embedding", "loss", "attention", "flash_attention", "dropout", "rotary")]
+        "activation", "softmax", "norm", "embedding", "loss", "attention", "flash_attention", "dropout", "rotary", "quantize")]
     assert set(fused) <= set(mutants.HAND_MADE)
 
 

@@ -66,6 +66,7 @@ def test_every_public_function_says_what_it_does():
 CALLS = dict(line.strip().split(": ", 1) for line in """
     addcdiv: x, y, y; addcmul: x, y, y; bernoulli: p; bincount: i[0]; bitwise_and: i, i; bitwise_not: i; bitwise_or: i, i; bitwise_xor: i, i
     bmm: x[None], m[None]; broadcast_to: x, (2, 3); chunk: x, 2; clamp: x, 0; clamp_max: x, 0; clamp_min: x, 0; cumsum: x, 0; dot: v, v
+    fake_quantize_per_tensor_affine: x, 0.1, 0, -8, 7; fake_quantize_per_channel_affine: x, p[0], i[0], 1, -8, 7
     flip: x, 0; full_like: x, 1; gather: x, 0, i; index_add: x, 0, i[0], x[i[0]]; index_select: x, 0, i[0]; isin: x, y; lerp: x, y, 0.5
     log_softmax: x, 0; logsumexp: x, 0; masked_fill: x, z, 0.0; masked_select: x, z; matmul: x, m; mm: x, m; moveaxis: x, 0, 1
     movedim: x, 0, 1; multinomial: p, 1; mv: m, v; normal: x, p; outer: v, v; permute: x, (1, 0); pow: p, 2; randint_like: x, 5

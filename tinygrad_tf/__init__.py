@@ -14,7 +14,7 @@ differentiate      Tensor.backward, no_grad, gradcheck
 random             manual_seed rand randn randperm bernoulli multinomial: PyTorch's streams, number for number
 keep               save load: tensors and plain values, never pickle
 layers             nn.Linear nn.Embedding nn.LayerNorm nn.MultiHeadAttention nn.TransformerBlock; nn.functional
-train              optim.AdamW optim.lr_scheduler; tinygrad_tf.training.Trainer
+train              optim.AdamW optim.lr_scheduler, autocast amp.GradScaler; tinygrad_tf.training.Trainer
 models             tinygrad_tf.models.MiniGPT; tinygrad_tf.generation
 
     >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -33,7 +33,7 @@ from ._version import __version__
 from .arguments import absent, publish
 from .autograd import Function, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled
 from .backend import device, get_default_device, set_default_device
-from .dtypes import (dtype, float16, float32, float64, get_default_dtype, int8, int16, int32, int64, set_default_dtype, uint8)
+from .dtypes import (bfloat16, dtype, float16, float32, float64, get_default_dtype, int8, int16, int32, int64, set_default_dtype, uint8)
 from .random import Generator, default_generator, initial_seed, manual_seed, seed
 from .size import Size
 from .tensor import Tensor
@@ -49,12 +49,14 @@ from .ops.arithmetic import (abs_ as abs, add, addcdiv, addcmul, bitwise_and, bi
 from .ops.index import (argsort, bincount, gather, index_add, index_select, isin, masked_fill, masked_select, nonzero, scatter,
                         scatter_add_ as scatter_add, searchsorted, take_along_dim, unique, where)
 from .ops.linear import bmm, dot, einsum, matmul, mm, mv, outer
+from .ops.quantize import fake_quantize_per_channel_affine, fake_quantize_per_tensor_affine
 from .ops.reduce import (all_ as all, amax, amin, any_ as any, argmax, argmin, count_nonzero, cumsum, mean, norm, prod, std, sum, var)
 from .ops.sdpa import sdpa_backend
 from .ops.shape import (broadcast_to, cat, chunk, clone, diagonal, flatten, flip, meshgrid, movedim, permute, repeat_interleave, reshape,
                         roll, split, squeeze, stack, t, tile, transpose, tril, triu, unbind, unflatten, unsqueeze)
 from .ops.softmax import log_softmax, logsumexp, softmax
-from . import cuda, nn, optim
+from . import amp, cuda, nn, optim, utils
+from .amp import autocast, clear_autocast_cache, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled
 from .gradcheck import gradcheck
 from .serialization import load, save
 
@@ -67,6 +69,6 @@ newaxis = None
 
 publish(globals())
 __all__ = [name for name, thing in globals().items() if not name.startswith("_") and thing not in (absent, publish)
-           and (thing in (cuda, nn, optim) or not isinstance(thing, _ModuleType))]
+           and (thing in (amp, cuda, nn, optim, utils) or not isinstance(thing, _ModuleType))]
 
 __getattr__ = absent(__name__)

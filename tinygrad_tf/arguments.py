@@ -48,6 +48,7 @@ def public(op, method=False):
 
 def _formula(op):
     """What the class says that the body names: `def exp(input): return Exp.apply(input)` has the formula of Exp, and no own words."""
+    op = inspect.unwrap(op)
     named = (op.__globals__.get(name) for name in op.__code__.co_names)
     return next((cls.__doc__ for cls in named if isinstance(cls, type) and issubclass(cls, autograd.Function)), None)
 
@@ -110,6 +111,16 @@ def _may_stand_for_a_tensor(x, name, parameters, misused):
     if isinstance(x, numbers.Number):
         return x is not misused and (name != "input" or "other" in parameters or "exponent" in parameters)
     return isinstance(x, autograd.Tensor)
+
+
+def tensors_in(value, around=()):
+    """The tensors in a nest of tuples, lists and dicts; `around` holds those that lead here, so that no circle is walked twice."""
+    if isinstance(value, autograd.Tensor):
+        return [value]
+    if any(value is outer for outer in around):
+        return []
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for item in values for tensor in tensors_in(item, (*around, value))]
 
 
 def require_tensors(op, **arguments):

@@ -21,7 +21,8 @@ import weakref
 
 import numpy as np
 
-from .backend import array_module, beside, check_one_device, is_writable, on_one_device, owner, quiet, sum_to
+from .backend import array_module, beside, casting, check_one_device, device_of, is_writable, on_one_device, owner, quiet, sum_to
+from .dtypes import BFLOAT16, FLOAT_KINDS, is_bfloat16, widened
 
 Tensor = None                                   # set by register_tensor: the engine imports nothing below itself
 
@@ -68,19 +69,8 @@ class set_grad_enabled:
         _mode.enabled = self.before
 
 
-class _GradMode(contextlib.ContextDecorator):
+class Mode(contextlib.ContextDecorator):
     """A context manager and decorator, for functions and generators; one object may be entered many times."""
-
-    def __new__(cls, function=None):            # `@no_grad` without parentheses decorates too
-        self = super().__new__(cls)
-        return self if function is None else self(function)
-
-    def __enter__(self):
-        _mode.before.append(_mode.enabled)
-        _mode.enabled = self.mode
-
-    def __exit__(self, *error):
-        _mode.enabled = _mode.before.pop()
 
     def __call__(self, function):
         if inspect.isgeneratorfunction(function):
@@ -99,7 +89,7 @@ class _GradMode(contextlib.ContextDecorator):
             body, step, value = function(*args, **kwargs), "send", None
             try:
                 while True:
-                    with type(self)():
+                    with self:
                         item = getattr(body, step)(value)
                     try:
                         step, value = "send", (yield item)
@@ -110,9 +100,22 @@ class _GradMode(contextlib.ContextDecorator):
             except StopIteration as end:
                 return end.value
             finally:
-                with type(self)():
+                with self:
                     body.close()
         return inner
+
+
+class _GradMode(Mode):
+    def __new__(cls, function=None):            # `@no_grad` without parentheses decorates too
+        self = super().__new__(cls)
+        return self if function is None else self(function)
+
+    def __enter__(self):
+        _mode.before.append(_mode.enabled)
+        _mode.enabled = self.mode
+
+    def __exit__(self, *error):
+        _mode.enabled = _mode.before.pop()
 
 
 class no_grad(_GradMode):
@@ -149,11 +152,100 @@ def inference_mode(mode=True):
     return no_grad() if mode is True else enable_grad() if mode is False else no_grad(mode)
 
 
+# --- autocast: in which type an operation runs ----------------------------------------------------------------------
+#
+# Each operation says on which of PyTorch's lists for CUDA it stands: `Function.autocast`. Where amp.py has switched autocast on, the
+# arguments are cast to what that list asks for, here and nowhere else. float64 is never cast, as in PyTorch.
+
+LOW = "low"                                     # the type of autocast: products of matrices
+FLOAT32 = "float32"                             # sums, exponentials, logarithms, powers, norms, losses
+WIDEST = "widest"                               # the widest among the arguments
+
+
+def autocasted(how, *args):
+    """The arguments of an operation of the list `how`, its float tensors in the type that autocast runs it in. Others stay."""
+    if not casting.dtypes or how is None:
+        return args
+    lows = [_low_there(a) for a in args]
+    if how == WIDEST and not any(low is not None and a.array.dtype == np.float32 for a, low in zip(args, lows)):
+        return args
+    return tuple([a if low is None else _cast(a, low if how == LOW else np.float32) for a, low in zip(args, lows)])
+
+
+def _low_there(x):
+    """The type of autocast where x is; None where autocast is off there, and for all but tensors of floats of up to 32 bits."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.array.itemsize <= 4:
+        return casting.dtypes.get(device_of(x.array).type)
+    return None
+
+
+def _cast(x, dtype):
+    """x in a NumPy dtype, by the operation Cast. That of a weight is kept until the outermost autocast ends, or the weight changes."""
+    if x.array.dtype == dtype:
+        return x
+    if casting.casts is None or x.node is not None or not x.requires_grad:
+        return Function.registry["Cast"].apply(x, dtype)
+    _, version, writes, kept = casting.casts.get(id(x), (None,) * 4)
+    if version is not x.version or writes != x.version.writes or kept.array.dtype != dtype or _mode.enabled and not kept.requires_grad:
+        kept = Function.registry["Cast"].apply(x, dtype)
+        casting.casts[id(x)] = x, x.version, x.version.writes, kept     # x too: while it is held here, nobody else has its id
+    return kept
+
+
+def without_autocast(function, *args, **kwargs):
+    """function(…) with autocast off."""
+    return _with_casting({}, casting.casts, function, args, kwargs) if casting.dtypes else function(*args, **kwargs)
+
+
+def autocast_of_now():
+    """run(function, *args, **kwargs), which at any time runs a function under the autocast of now; each time weights are cast anew."""
+    dtypes, named, keeps, depth = casting.dtypes, casting.named, casting.casts is not None, len(casting.blocks)
+
+    def run(function, *args, **kwargs):
+        before = dict(vars(casting))
+        vars(casting).update(dtypes=dtypes, named=named, casts={} if keeps else None, blocks=[None] * depth)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            vars(casting).update(before)
+    return run
+
+
+def _with_casting(dtypes, casts, function, args, kwargs):
+    before = casting.dtypes, casting.casts
+    casting.dtypes, casting.casts = dtypes, casts
+    try:
+        return function(*args, **kwargs)
+    finally:
+        casting.dtypes, casting.casts = before
+
+
+def under_autocast(how):
+    """A decorator: to autocast the function is one operation of the list `how`, whatever it is made of. None: no list."""
+    def decorate(function):
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            if casting.dtypes:
+                values = autocasted(how, *args, *kwargs.values())
+                args, kwargs = values[:len(args)], dict(zip(kwargs, values[len(args):]))
+            return without_autocast(function, *args, **kwargs)
+        return run
+    return decorate
+
+
 # --- one operation = one node -------------------------------------------------------------------------------------
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _next_id = itertools.count().__next__
 _RELEASED = object()                            # what `saved` becomes once backward has used it
+
+
+class Absent:
+    """What `saved` is where a node let go of its numbers: `again()` brings them back when backward comes.      (utils/checkpoint.py)"""
+    __slots__ = ()
+
+    def again(self):
+        raise TypeError(f"{type(self).__name__} defines no again")
 
 
 def _user_line():
@@ -172,11 +264,16 @@ class Function:
         backward(self, dy)     returns the gradient of each tensor argument in order (None where there is none);
                                `self.needs[i]` says whether argument i wants one
 
+    `autocast` is the list that the operation stands on: LOW, FLOAT32, WIDEST, or None: it runs in the type of its arguments.
+    `in_float32`: where its float tensors are all bfloat16, both get float32 arrays, and what they return is rounded. False: forward
+    gets bfloat16, to move it or to hand it to a kernel.
     `Function.registry` holds every operation by name: the tests walk it, so that none goes unchecked.
     """
     __slots__ = ("saved", "inputs", "needs", "id", "shape", "dtype", "guards", "line", "retained", "hooks",
                  "__weakref__", "__dict__")
     registry = {}
+    autocast = None
+    in_float32 = True
     mixes = False                               # may a single number on the CPU meet tensors of a GPU? As in PyTorch, element by element
 
     def __init_subclass__(cls):
@@ -187,6 +284,8 @@ class Function:
         """Runs forward on the arrays of `args` and returns a Tensor, recorded when grad mode and the inputs ask for it."""
         node = cls()
         node.saved = None
+        if casting.dtypes:
+            args = autocasted(cls.autocast, *args)
         tensors = [a for a in args if isinstance(a, Tensor)]
         if len(tensors) > 1 and "cupy" in sys.modules and not on_one_device([t.array for t in tensors]):
             return cls.apply(*_met(cls, args, tensors))
@@ -194,12 +293,13 @@ class Function:
         _check_inputs(cls.__name__, args, tensors)
         record = _mode.enabled
         node.needs = [record and isinstance(a, Tensor) and a.requires_grad for a in args]
+        forward = node._rounded if BFLOAT16 and cls.in_float32 and _all_bfloat16(tensors) else node.forward
         with np.errstate(all="ignore"):         # inf and NaN are results, as in PyTorch, and not warnings
-            out = beside(tensors[0].array, node.forward, *arrays)
+            out = beside(tensors[0].array, forward, *arrays)
         if type(out) is not type(tensors[0].array):         # NumPy turns 0-d results into scalars
             out = _as_output(cls.__name__, out, tensors[0].array)
         version = _version_of(out, tensors)
-        recorded = True in node.needs and out.dtype.kind == "f"
+        recorded = True in node.needs and out.dtype.kind in FLOAT_KINDS
         if recorded:
             node._record(args, tensors, out, version)
         out = Tensor._wrap(out, node if recorded else None, version)
@@ -207,6 +307,11 @@ class Function:
             for observe in _mode.observers:
                 observe(node, args, out)
         return out
+
+    def _rounded(self, *arrays):
+        """forward in float32, and bfloat16 made of a float32 result."""
+        out = self.forward(*map(widened, arrays))
+        return out.astype(BFLOAT16[0]) if getattr(out, "dtype", None) == np.float32 else out
 
     def _record(self, args, tensors, out, version):
         self.inputs = [(a.node or a) if need else None for a, need in zip(args, self.needs)]
@@ -227,6 +332,11 @@ class Function:
 
     def __repr__(self):
         return f"<{self.name}Backward>"
+
+
+def _all_bfloat16(tensors):
+    floats = [t.array for t in tensors if t.array.dtype.kind in FLOAT_KINDS]
+    return bool(floats) and all(map(is_bfloat16, floats))
 
 
 def _as_output(op, out, like):
@@ -403,10 +513,12 @@ def node_backward(node, dy):
         if version.writes != writes:
             raise RuntimeError(f"backward through {_where(node)}: an array that it needs was modified by an inplace operation "
                                f"after the forward pass ({version.writes - writes} write(s)); write to a .clone() instead")
+    if isinstance(node.saved, Absent):
+        node.saved = node.saved.again()
     try:
-        gradients = node.backward(dy)
+        gradients = node.backward(widened(dy) if BFLOAT16 else dy)
     except Exception as error:
-        raise _told(error, f"backward of {_where(node)} failed: {error}") from error
+        raise told(error, f"backward of {_where(node)} failed: {error}") from error
     if not isinstance(gradients, tuple):
         gradients = (gradients,)
     if len(gradients) > len(node.inputs):
@@ -428,7 +540,7 @@ def _fit(node, source, g):
         if g.shape != shape:
             raise RuntimeError(f"backward of {_where(node)} returned a gradient of shape {g.shape} for an input of shape {shape}")
     if g.dtype != wanted:
-        if g.dtype.kind != "f":
+        if g.dtype.kind not in FLOAT_KINDS:
             raise RuntimeError(f"backward of {_where(node)} returned a gradient of dtype {g.dtype}, expected a float type")
         g = g.astype(wanted)
     return g
@@ -527,7 +639,7 @@ def _where(node):
     return f"{node.name} (called at {node.line[0]}:{node.line[1]})"
 
 
-def _told(error, message):
+def told(error, message):
     """The same kind of error with a message that says where; types that cannot be made from one string become RuntimeError."""
     try:
         return type(error)(message)

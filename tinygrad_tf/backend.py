@@ -9,6 +9,7 @@ import operator
 import os
 import re
 import sys
+import threading
 
 import numpy as np
 
@@ -134,8 +135,17 @@ def to_device(array, dev):
     if dev.type == "cpu":
         return array.get()
     cupy = require_gpu(dev)
+    if array.dtype.kind == "V":
+        require_bfloat16(cupy)
     with cupy.cuda.Device(dev.index or 0):
         return cupy.asarray(array)
+
+
+def require_bfloat16(xp):
+    """RuntimeError for an array library that does not know the type: CuPy before version 14."""
+    if xp is not np and int(xp.__version__.partition(".")[0]) < 14:
+        raise RuntimeError(f"torch.bfloat16 on a GPU needs CuPy 14 or later, this is CuPy {xp.__version__}: "
+                           f"pip install --upgrade 'cupy-cuda12x[ctk]>=14' (or cupy-cuda13x), or use float16")
 
 
 def on_one_device(arrays):
@@ -192,12 +202,12 @@ def as_rows(x, axes=1):
 
 
 def sum_rows(x):
-    """Sum over all axes but the last, [..., C] → [C]. As a product with ones: BLAS is 4 to 5 times faster than `sum(0)`."""
-    xp = array_module(x)
-    rows = as_rows(x)
-    if x.dtype.char not in "fd":                # BLAS knows float32 and float64 alone
-        return rows.sum(axis=0)
-    return xp.ones(rows.shape[0], dtype=x.dtype) @ rows
+    """Sum over all axes but the last, [..., C] → [C]. As a product with ones: BLAS is 4 to 5 times faster than `sum(0)`.
+
+    Half precision is summed in float32: float16 counts ones no further than to 2048.
+    """
+    rows = at_least_float32(as_rows(x))
+    return (array_module(x).ones(rows.shape[0], dtype=rows.dtype) @ rows).astype(x.dtype, copy=False)
 
 
 def sum_to(x, shape):
@@ -208,7 +218,7 @@ def sum_to(x, shape):
     if x.shape[extra:] == shape and len(shape) == 1 and x.size:
         return sum_rows(x)
     stretched = tuple(range(extra)) + tuple(i + extra for i, n in enumerate(shape) if n == 1 and x.shape[i + extra] != 1)
-    return x.sum(axis=stretched, keepdims=True).reshape(shape)
+    return at_least_float32(x).sum(axis=stretched, keepdims=True).reshape(shape).astype(x.dtype, copy=False)
 
 
 def first_outside(ids, size):
@@ -250,6 +260,20 @@ def scatter_add(destination, index, values):
         total = destination.astype(atomic)
         xp.add.at(total, index, values.astype(atomic))
         destination[...] = total.astype(destination.dtype)
+
+
+class _Casting(threading.local):
+    """What autocast does in this thread: amp.py sets it, autograd.py obeys.
+
+    dtypes: {"cpu": NumPy dtype} of the kinds of device where it is on. named: the same of those where it is off within a block that
+    names a dtype. casts: the weights that were cast in the outermost block, None where they are not kept. blocks: what to return to.
+    """
+
+    def __init__(self):
+        self.dtypes, self.named, self.casts, self.blocks = {}, {}, None, []
+
+
+casting = _Casting()
 
 
 def tune_allocator():

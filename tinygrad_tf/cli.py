@@ -1,4 +1,4 @@
-"""The command line: `tinygrad-tf train`, `generate`, `evaluate`; the same as `python -m tinygrad_tf …`.
+"""The command line: `tinygrad-tf train`, `generate`, `evaluate`, `quantize`; the same as `python -m tinygrad_tf …`.
 
 What a user can get wrong ends in one sentence on standard error and exit status 2; Ctrl-C ends with 130.
 """
@@ -11,9 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from . import __version__
+from . import __version__, dtypes
 from .backend import device, get_default_device, module_of, tune_allocator
-from .data import baselines, load_text, require_length
+from .creation import as_tensor
+from .data import baselines, evaluation_batches, load_text, require_length
 from .generation import (
     Batch,
     ConcatKVCache,
@@ -27,12 +28,17 @@ from .generation import (
     SpeculativeBatch,
     beam_search,
 )
+from .ops.quantize import Scheme
+from .quantization.model import METHODS, quantize_model
+from .quantization.table import as_text, compare
 from .serialization import one_line, write_atomically
 from .training import PRESETS, TrainConfig, Trainer, evaluation
+from .training.quantized import calibration_batch, load_quantized, save_quantized, title, variants, write_speed
 from .training.trainer import CHECKPOINT, encode_split, load_model
 
 PROGRAM = "python -m tinygrad_tf" if Path(sys.argv[0]).name == "__main__.py" else "tinygrad-tf"
 RUNS = Path("runs")
+MEASURED_ROWS = 16              # windows in a batch of the table of `quantize`
 INTERRUPTED, READER_LEFT = 130, 141             # what a shell reports for SIGINT and for SIGPIPE: 128 + the signal's number
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SETTINGS = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -108,6 +114,14 @@ def check_installation():
         raise UserError(f"the command line needs packages that are not installed: pip install {' '.join(missing)}")
 
 
+def check_precision(name):
+    """bfloat16 is a package of its own."""
+    try:
+        dtypes.numpy_dtype(name)
+    except RuntimeError as error:
+        raise UserError(one_line(error)) from None
+
+
 def fail(message, status):
     """Says why, as far as anybody listens, and returns the exit status."""
     try:
@@ -153,6 +167,7 @@ def build_parser():
     _add_train(commands)
     _add_generate(commands)
     _add_evaluate(commands)
+    _add_quantize(commands)
     for p in commands.choices.values():
         p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: TINYGRAD_TF_DEVICE, else cpu); a run may be "
                                                           "resumed, and a model used, on another device than it was trained on")
@@ -174,7 +189,7 @@ def _add_train(commands):
 
 
 def _add_run(p):
-    p.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: the newest in runs/)")
+    p.add_argument("--run", type=Path, metavar="DIR", help="the run's folder, or a file of `quantize` (default: the newest in runs/)")
 
 
 def _add_generate(commands):
@@ -216,6 +231,30 @@ def _add_evaluate(commands):
     p.set_defaults(command=evaluate)
 
 
+def _add_quantize(commands):
+    p = commands.add_parser("quantize", help="store a run's weights in 2 to 8 bits; a table of bytes, error, perplexity and speed",
+                            description="Makes the linear layers of a run low-bit, several ways, and prints what each way costs and saves, "
+                                        "measured on held-out text. --out writes one of them to a file, which generate and evaluate take "
+                                        "as --run. Embeddings, norms, biases and the tied head stay float32.")
+    p.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: the newest in runs/)")
+    p.add_argument("--out", type=Path, metavar="FILE", help="a new file for the weights that --bits, --group, --method … describe")
+    p.add_argument("--bits", type=int, default=4, metavar="N", help="of a weight, 2 to 8 (default: 4)")
+    p.add_argument("--group", default="32", metavar="N|channel|tensor", help="which weights share a float16 scale: N in a row, an output's "
+                                                                             "whole row, or all (default: 32)")
+    p.add_argument("--asymmetric", action="store_true", help="levels from the smallest to the largest weight, with a zero point, instead "
+                                                             "of as many below 0 as above")
+    p.add_argument("--method", choices=sorted(METHODS), default="gptq", help="rtn: round to nearest; awq: finer where inputs are large; "
+                                                                             "gptq: errors repaired by later columns (default: gptq)")
+    p.add_argument("--keep", action="append", default=[], metavar="MODULE", help="stays float32, with all below it, such as blocks.0; may "
+                                                                                 "be given several times")
+    p.add_argument("--calibration", type=int, default=32, metavar="N", help="windows of the training text that awq and gptq look at "
+                                                                            "(default: 32)")
+    p.add_argument("--text", nargs="+", metavar="TEXT", help="files or a corpus (default: the text of the run); its last 10 %% count")
+    p.add_argument("--tokens", type=int, metavar="N", help="measure on the first N held-out tokens only (default: all)")
+    p.add_argument("--no-table", action="store_true", help="measure nothing; only write --out")
+    p.set_defaults(command=quantize)
+
+
 # --- train ------------------------------------------------------------------------------------------------------------
 
 def train(arguments):
@@ -238,7 +277,9 @@ def start(arguments):
     folder = arguments.out or free_folder()
     if (folder / CHECKPOINT).exists():
         raise UserError(f"{folder} already holds a run: continue it with --resume {shlex.quote(str(folder))}, or name another --out")
-    trainer = Trainer(configuration(arguments), arguments.text or ["python-docs"], folder, arguments.device)
+    config = configuration(arguments)
+    check_precision(config.precision)
+    trainer = Trainer(config, arguments.text or ["python-docs"], folder, arguments.device)
     folder.mkdir(parents=True, exist_ok=arguments.out is not None)      # two commands never choose one free folder
     return trainer
 
@@ -271,6 +312,11 @@ def chosen_run(arguments):
     return run.parent if run.name == CHECKPOINT and run.is_file() else run
 
 
+def loaded(run, device):
+    """(model, tokenizer, state) of a run's folder, or of a file that `quantize` wrote."""
+    return load_quantized(run, device) if run.is_file() else load_model(run, device)
+
+
 def newest_run():
     found = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda p: p.stat().st_mtime)
     if not found:
@@ -284,6 +330,7 @@ def describe(trainer):
           f"{len(trainer.validation_ids):,} held out, V_vocab = {trainer.tokenizer.vocab_size}.")
     print(f"Model: {c.layers} layers, C = {c.dim}, H = {c.heads}, T = {c.context}: {parameters:,} parameters. "
           f"{c.steps} steps of {c.batch_size} × {c.context} tokens. "
+          f"{'' if c.precision == 'float32' else f'Precision: {c.precision}. '}"
           f"{'' if trainer.device.type == 'cpu' else f'Device: {trainer.device}. '}Folder: {trainer.folder}", flush=True)
 
 
@@ -376,7 +423,7 @@ def written(model, tokenizer, prompt, max_new_tokens, temperature, seed):
 def generate(arguments):
     if arguments.prompt == "":
         raise UserError("--prompt is empty; give at least one character, or leave it out")
-    model, tokenizer, _ = load_model(chosen_run(arguments), arguments.device)
+    model, tokenizer, _ = loaded(chosen_run(arguments), arguments.device)
     prompt = arguments.prompt or default_prompt(tokenizer)
     if unknown := [character for character in prompt if character not in tokenizer.characters]:
         raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
@@ -426,7 +473,7 @@ def chosen_draft(arguments, tokenizer):
         return NGramDraft()
     if Path(arguments.draft).resolve() == chosen_run(arguments).resolve():
         raise UserError(f"--draft {arguments.draft} is the run that is to write: name that with --run, and as the draft a smaller one")
-    model, other, _ = load_model(Path(arguments.draft), arguments.device)
+    model, other, _ = loaded(Path(arguments.draft), arguments.device)
     if other != tokenizer:
         raise UserError(f"--draft {arguments.draft}: its vocabulary is another one; both models must be trained on one text")
     return ModelDraft(model)
@@ -449,13 +496,64 @@ def print_beam(arguments, model, tokenizer, prompt):
 def evaluate(arguments):
     tune_allocator()
     folder = chosen_run(arguments)
-    model, tokenizer, state = load_model(folder, arguments.device)
+    model, tokenizer, state = loaded(folder, arguments.device)
     sources = arguments.text or state["sources"]
     _, train_ids, validation_ids = encode_split(load_text(sources), tokenizer)
     require_length(validation_ids, 1, "held-out text")
     loss = evaluation.evaluate(model, validation_ids, model.max_seq_len)
     print(f"{folder} on {' '.join(sources)}: {len(validation_ids):,} held-out characters; the n-grams counted the text before them")
     print_comparison(loss, baselines(train_ids, validation_ids, tokenizer.vocab_size))
+
+
+# --- quantize ---------------------------------------------------------------------------------------------------------
+
+def quantize(arguments):
+    tune_allocator()
+    check_output(arguments)
+    scheme = chosen_scheme(arguments)
+    model, tokenizer, state = load_model(chosen_run(arguments), arguments.device)
+    _, train_ids, validation_ids = encode_split(load_text(arguments.text or state["sources"]), tokenizer)
+    batch = as_tensor(calibration_batch(train_ids, model.max_seq_len, arguments.calibration), device=arguments.device)
+
+    def made(variant):
+        print(f"making {title(*variant)}", file=sys.stderr)
+        return quantize_model(model, *variant, batch, arguments.keep)
+    chosen = (scheme, arguments.method)
+    models = {chosen: made(chosen)}
+    if arguments.out:
+        save_quantized(arguments.out, models[chosen], state)
+        print(f"{arguments.out}: {arguments.out.stat().st_size:,} bytes, {title(*chosen)}. Let it write with:  "
+              f"{PROGRAM} generate --run {shlex.quote(str(arguments.out))}", flush=True)
+    if not arguments.no_table:
+        models = {title(*variant): models.get(variant) or made(variant) for variant in variants(*chosen)}
+        print_table({"float32": model, **models}, validation_ids[:None if arguments.tokens is None else arguments.tokens + 1])
+
+
+def print_table(models, ids):
+    print(f"measuring on {len(ids):,} held-out characters", file=sys.stderr)
+    context = models["float32"].max_seq_len
+    print(as_text(compare(models, list(evaluation_batches(ids, context, MEASURED_ROWS)), write_speed)))
+
+
+def check_output(arguments):
+    """Before any work is done: a file that there is stays, it may be a checkpoint."""
+    if arguments.no_table and not arguments.out:
+        raise UserError("--no-table leaves nothing to do; name a file with --out")
+    if arguments.out and arguments.out.exists():
+        raise UserError(f"--out {arguments.out} exists already; name a new file")
+    if arguments.out and not arguments.out.resolve().parent.is_dir():
+        raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.resolve().parent}; make it first")
+    for name in ("calibration", "tokens"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise UserError(f"--{name} must be at least 1, got {value}")
+
+
+def chosen_scheme(arguments):
+    if arguments.group in ("channel", "tensor"):
+        return Scheme(arguments.bits, not arguments.asymmetric, arguments.group)
+    if not arguments.group.isdecimal():
+        raise UserError(f"--group must be a number, channel or tensor, got {arguments.group!r}")
+    return Scheme(arguments.bits, not arguments.asymmetric, "group", int(arguments.group))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from . import dtypes, random
 from .autograd import array_of, constant
 from .backend import CPU, array_module, get_default_device, numbers_beside, quiet, to_device
 from .backend import device as make_device
-from .dtypes import numpy_dtype
+from .dtypes import is_float, numpy_dtype
 from .ops.arithmetic import broadcast
 from .ops.index import sort_pair, topk_pair
 from .ops.shape import as_shape
@@ -22,10 +22,10 @@ def as_array(data, dtype=None):
     """A NumPy (or CuPy) array from a tensor, an array, a number, or nested lists of these; floats in the default float type."""
     from_python = not isinstance(data, (Tensor, np.ndarray)) and not type(data).__module__.startswith("cupy")
     array = _from_list(data) if from_python else array_of(data)
-    if array.dtype.newbyteorder("=") not in dtypes._OURS:
+    if not dtypes.is_known(array.dtype):
         raise TypeError(f"tensor: values of type {array.dtype} are not supported; convert them first, e.g. array.astype('int64')")
     wanted = numpy_dtype(dtype) or array.dtype
-    if from_python and wanted.kind != "f" and not dtypes.fits(array, wanted):
+    if from_python and not is_float(wanted) and not dtypes.fits(array, wanted):
         raise RuntimeError(f"tensor: values from {array.min()} to {array.max()} cannot be converted to {dtypes.as_dtype(wanted)} "
                            f"without overflow")
     if from_python and dtype is None and array.dtype == np.float64 and np.float64 not in (v.dtype for v in _numpy_leaves(data)):
@@ -305,14 +305,14 @@ def is_tensor(obj):
 
 
 def is_floating_point(input):
-    """True for tensors of float16, float32 and float64."""
+    """True for tensors of float16, bfloat16, float32 and float64."""
     return input.is_floating_point()
 
 
 def can_cast(from_, to):
     """False only where PyTorch would drop a category: float → integer or bool, integer → bool."""
-    a, b = dtypes.as_dtype(from_).numpy.kind, dtypes.as_dtype(to).numpy.kind
-    return "biuf".index(a) <= "biuf".index(b) or a in "iu" and b in "iu"
+    a, b = dtypes.numpy_dtype(from_), dtypes.numpy_dtype(to)
+    return dtypes.category(a) <= dtypes.category(b)
 
 
 def result_type(tensor1, tensor2):
@@ -332,7 +332,7 @@ class finfo:
         dtype = dtypes.as_dtype(dtype or dtypes.get_default_dtype())
         if not dtype.is_floating_point:
             raise TypeError(f"finfo: needs a floating-point dtype, got {dtype}; iinfo is for integers")
-        limits = np.finfo(dtype.numpy)
+        limits = dtypes.limits(dtype.numpy)
         self.min, self.max, self.eps, self.tiny = (float(v) for v in (limits.min, limits.max, limits.eps, limits.tiny))
         self.smallest_normal, self.bits = self.tiny, limits.bits
 

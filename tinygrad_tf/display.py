@@ -4,13 +4,14 @@ import math
 import numpy as np
 
 from . import dtypes
+from .dtypes import widened
 
 THRESHOLD, EDGE_ITEMS, LINE_WIDTH, PRECISION = 1000, 3, 80, 4
 
 
 def tensor_repr(t):
     """tensor([[1., 2.]], dtype=torch.float64, grad_fn=<MulBackward0>)"""
-    array = t.array.get() if hasattr(t.array, "get") else t.array
+    array = widened(t.array.get() if hasattr(t.array, "get") else t.array)
     indent = len("tensor(")
     body = _block(array, *_formatter(array), indent, array.size > THRESHOLD) if array.size else "[]"
     return _join("tensor(" + body, _notes(t), indent)

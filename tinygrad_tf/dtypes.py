@@ -9,6 +9,28 @@ import numbers
 
 import numpy as np
 
+# NumPy counts bfloat16, which ml_dtypes adds to it, among its raw memory ("V"), promotes it by rules of its own, and sums in it. So
+# operations are computed in float32, which holds every bfloat16, and what comes out is rounded: see `Function.in_float32`.
+FLOAT_KINDS = "fV"
+BFLOAT16 = []                                   # its NumPy dtype, once somebody has asked for it
+
+
+def is_float(dtype):
+    """Whether a NumPy dtype is float16, bfloat16, float32 or float64."""
+    return dtype.kind in FLOAT_KINDS
+
+
+def is_bfloat16(x):
+    """Whether an array, or a dtype, is bfloat16."""
+    return bool(BFLOAT16) and getattr(x, "dtype", x) == BFLOAT16[0]
+
+
+def widened(x):
+    """A bfloat16 array in float32, and for its dtype float32; all else as it is."""
+    if not BFLOAT16 or (x if isinstance(x, np.dtype) else getattr(x, "dtype", None)) != BFLOAT16[0]:
+        return x
+    return x.astype(np.float32) if hasattr(x, "astype") else np.dtype(np.float32)
+
 
 class dtype:
     """One element type; prints as PyTorch's does. `numpy` is the NumPy dtype behind it."""
@@ -18,7 +40,7 @@ class dtype:
     def __init__(self, name, numpy_dtype):
         self.name, self.numpy = name, np.dtype(numpy_dtype)
 
-    is_floating_point = property(lambda self: self.numpy.kind == "f")
+    is_floating_point = property(lambda self: is_float(self.numpy))
     is_complex = property(lambda self: self.numpy.kind == "c")
     itemsize = property(lambda self: self.numpy.itemsize)
 
@@ -35,6 +57,36 @@ class dtype:
         return self
 
 
+class _BFloat16(dtype):
+    """The upper half of a float32: its range, 8 bits of precision. `numpy` imports the package ml_dtypes when it is first read."""
+
+    __slots__ = ()
+    is_floating_point, is_complex, itemsize = True, False, 2
+
+    def __init__(self):
+        self.name = "bfloat16"
+
+    def __getattr__(self, name):                # only for what is not there, as `numpy` at first
+        if name != "numpy":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.numpy = _from_ml_dtypes()
+        _OURS[self.numpy] = self
+        BFLOAT16[:] = [self.numpy]
+        return self.numpy
+
+    def __reduce__(self):
+        return as_dtype, (self.name,)
+
+
+def _from_ml_dtypes():
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        raise RuntimeError("torch.bfloat16 needs the package ml_dtypes, which is not installed: "
+                           "pip install 'tinygrad_tf[lowbit]'") from None
+    return np.dtype(bfloat16)
+
+
 bool_ = dtype("bool", np.bool_)
 uint8 = dtype("uint8", np.uint8)
 int8 = dtype("int8", np.int8)
@@ -44,12 +96,13 @@ int64 = long = dtype("int64", np.int64)
 float16 = half = dtype("float16", np.float16)
 float32 = float_ = dtype("float32", np.float32)
 float64 = double = dtype("float64", np.float64)
+bfloat16 = _BFloat16()
 
-DTYPES = (bool_, uint8, int8, int16, int32, int64, float16, float32, float64)
+DTYPES = (bool_, uint8, int8, int16, int32, int64, float16, float32, float64)                # bfloat16 comes besides
 TENSOR_NAMES = {"bool": "Bool", "uint8": "Byte", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "float16": "Half",
-                "float32": "Float", "float64": "Double"}
+                "float32": "Float", "float64": "Double", "bfloat16": "BFloat16"}
 _OURS = {d.numpy: d for d in DTYPES}
-_CATEGORY = {"b": 0, "i": 1, "u": 1, "f": 2}
+_CATEGORY = {"b": 0, "i": 1, "u": 1, **dict.fromkeys(FLOAT_KINDS, 2)}
 
 _default = float32
 
@@ -65,6 +118,7 @@ def set_default_dtype(d):
     d = as_dtype(d)
     if not d.is_floating_point:
         raise TypeError(f"set_default_dtype: only floating-point types are supported as the default type, got {d}")
+    numpy_dtype(d)                              # where ml_dtypes is missing this is told here, and not by the next tensor
     _default = d
 
 
@@ -75,8 +129,16 @@ def as_dtype(d):
     try:
         return _OURS[np.dtype(d)]
     except (TypeError, KeyError):
-        names = ", ".join(t.name for t in DTYPES)
+        if "bfloat16" in (d if isinstance(d, str) else None, getattr(d, "name", None), getattr(d, "__name__", None)):
+            return _OURS[bfloat16.numpy]
+        names = ", ".join(t.name for t in (*DTYPES, bfloat16))
         raise TypeError(f"dtype {d!r} is not supported; the dtypes are {names}") from None
+
+
+def is_known(d):
+    """Whether tensors can be of a NumPy dtype, of either byte order."""
+    d = d.newbyteorder("=")
+    return d in _OURS or d.name == "bfloat16" and as_dtype(d) is bfloat16
 
 
 def of_array(array):
@@ -89,19 +151,32 @@ def numpy_dtype(d):
     return None if d is None else as_dtype(d).numpy
 
 
+def limits(d):
+    """finfo of a NumPy dtype."""
+    if not is_bfloat16(d):
+        return np.finfo(d)
+    from ml_dtypes import finfo
+    return finfo(d)
+
+
+def category(d):
+    """0 for bool, 1 for integers, 2 for floats."""
+    return _CATEGORY[d.kind]
+
+
 def fits(values, d):
     """True where numbers can be converted to a NumPy dtype: within its range; whole negatives may wrap to unsigned integers, and
     inf and NaN are floats.
     """
     values = np.asarray(values)
-    if d.kind == "f":
+    if is_float(d):
         size = np.abs(values)
-        return not np.any((size > float(np.finfo(d).max)) & (size != np.inf))
+        return not np.any((size > float(limits(d).max)) & (size != np.inf))
     if d.kind not in "iu" or not values.size:
         return True
-    limits = np.iinfo(d)
-    low = -limits.max if d.kind == "u" and values.dtype.kind == "i" else limits.min
-    return bool(values.min() >= low and values.max() <= limits.max)
+    integers = np.iinfo(d)
+    low = -integers.max if d.kind == "u" and values.dtype.kind == "i" else integers.min
+    return bool(values.min() >= low and values.max() <= integers.max)
 
 
 def scalar_dtype(value):
@@ -117,8 +192,10 @@ def scalar_dtype(value):
 
 def _wider(a, b):
     """Of two dtypes the one of the higher category; within a category the one that holds both."""
-    if _CATEGORY[a.kind] != _CATEGORY[b.kind]:
-        return max(a, b, key=lambda d: _CATEGORY[d.kind])
+    if category(a) != category(b):
+        return max(a, b, key=category)
+    if a != b and (is_bfloat16(a) or is_bfloat16(b)):       # also beside float16, which has other numbers
+        return np.promote_types(np.float32, b if is_bfloat16(a) else a)
     return np.promote_types(a, b)
 
 
@@ -130,5 +207,5 @@ def result_type(*operands):
         priority, d = (0 if x.ndim else 1, x.dtype) if is_array else (2, scalar_dtype(x))
         best[priority] = d if best[priority] is None else _wider(best[priority], d)
     found = [d for d in best if d is not None]
-    top = max(_CATEGORY[d.kind] for d in found)
-    return next(d for d in found if _CATEGORY[d.kind] == top)
+    top = max(map(category, found))
+    return next(d for d in found if category(d) == top)

@@ -17,8 +17,12 @@ Everything here takes and returns NumPy arrays; the functions on tensors are bui
 import math
 import operator
 import os
+import threading
+from contextlib import contextmanager
 
 import numpy as np
+
+from .dtypes import is_float, limits, widened
 
 DEFAULT_SEED = 67280421310721            # PyTorch's own, for a generator that nobody has seeded
 WIDE_RANGE = 2**28                       # from here on, randint takes w64: w32 % range would be visibly skewed
@@ -35,7 +39,7 @@ STATE = np.dtype([
 class Generator:
     """One stream of random words, and every distribution drawn from it.
 
-    `shape` is an int or a tuple of ints; a floating `dtype` is float16 (float32 draws, rounded), float32 or float64.
+    `shape` is an int or a tuple of ints; a floating `dtype` is float16 or bfloat16 (float32 draws, rounded), float32 or float64.
     """
 
     def __init__(self, device="cpu"):
@@ -43,7 +47,7 @@ class Generator:
             raise RuntimeError(f"Generator: there is no stream on device '{device}'; draw with Generator('cpu') "
                                "and move the result.")
         self.device = "cpu"
-        self.manual_seed(DEFAULT_SEED)
+        self._start(DEFAULT_SEED)
 
     # ---- seed and state ---------------------------------------------------------------------------------------------
 
@@ -52,6 +56,10 @@ class Generator:
 
         The words depend on seed mod 2³². TypeError if `seed` is not an int, ValueError if it is out of range.
         """
+        self._note()
+        return self._start(seed)
+
+    def _start(self, seed):
         self._initial_seed = _seed_to_uint64(seed)
         # NumPy promises that RandomState's stream never changes (NEP 19), and seeds MT19937 as PyTorch does.
         self._words = np.random.RandomState(self._initial_seed % 2**32)
@@ -80,6 +88,7 @@ class Generator:
     def set_state(self, state):
         """Continue where `get_state` was called. TypeError if not uint8, RuntimeError if it is not such a state."""
         state = _parse_state(state)
+        self._note()
         position = 624 if state["left"] == 1 else int(state["next"])
         self._initial_seed = int(state["initial_seed"])
         self._words.set_state(("MT19937", state["words"].astype(np.uint32), position))
@@ -87,17 +96,24 @@ class Generator:
 
     # ---- words ------------------------------------------------------------------------------------------------------
 
+    def _note(self):
+        """Tells `states_at_first_use` the state before this use."""
+        if _use.states is not None and self not in _use.states:
+            _use.states[self] = self.get_state()
+
     def _w32(self, n):
+        self._note()
         return self._words.randint(0, 2**32, n, dtype=np.uint32)
 
     def _w64(self, n):
+        self._note()
         return self._words.randint(0, 2**64, n, dtype=np.uint64)
 
     def _w53(self, n):
         return self._w64(n) & np.uint64(2**53 - 1)
 
     def _unit(self, n, dtype):
-        """n uniforms in [0, 1): u24 in float32, also for float16; u53 for float64."""
+        """n uniforms in [0, 1): u24 in float32, also for 16 bits; u53 for float64."""
         if dtype != np.float64:
             return (self._w32(n) & np.uint32(2**24 - 1)).astype(np.float32) * np.float32(2.0**-24)
         return self._w53(n).astype(np.float64) * 2.0**-53
@@ -135,10 +151,10 @@ class Generator:
     def _normal_blocks(self, n, dtype):
         """n ≥ 16 normals in blocks of 16; where 16 does not divide n, the last 16 are drawn again as one block.
 
-        Before that the uniforms of the ragged end are drawn too, and not used; but not for float16.
+        Before that the uniforms of the ragged end are drawn too, and not used; but not for 16 bits.
         """
         whole = n - n % 16
-        u = self._unit(whole if dtype == np.float16 else n, dtype)
+        u = self._unit(whole if dtype.itemsize == 2 else n, dtype)
         z = np.empty(n, u.dtype)
         z[:whole] = _box_muller_blocks(u[:whole])
         if whole < n:
@@ -298,8 +314,8 @@ def _shape(shape, op):
 
 def _float_dtype(dtype, op):
     dtype = np.dtype(dtype)
-    if dtype not in (np.float16, np.float32, np.float64):
-        raise TypeError(f"{op}: expected dtype float16, float32 or float64, got {dtype}; draw float32 and cast the result.")
+    if not is_float(dtype):
+        raise TypeError(f"{op}: expected dtype float16, bfloat16, float32 or float64, got {dtype}; draw float32 and cast the result.")
     return dtype
 
 
@@ -333,7 +349,7 @@ def _parse_state(state):
 def _interval(low, high, dtype):
     if not low <= high:
         raise RuntimeError(f"uniform: expected low <= high for the interval [low, high), got low={low}, high={high}.")
-    limit, wide = float(np.finfo(dtype).max), np.promote_types(dtype, np.float32)
+    limit, wide = float(limits(dtype).max), np.promote_types(widened(dtype), np.float32)
     if not (-limit <= low and high <= limit and float(high) - float(low) <= limit):
         raise RuntimeError(f"uniform: the interval [{low}, {high}) and its length must be finite in {dtype}.")
     return wide.type(low), wide.type(high)
@@ -349,8 +365,8 @@ def _check_integer_range(low, high, dtype):
 
 def _integers_of(dtype):
     """The smallest and the largest of the consecutive integers that randint may return in `dtype`."""
-    if dtype.kind == "f":
-        return -(2 ** (np.finfo(dtype).nmant + 1)), 2 ** (np.finfo(dtype).nmant + 1)
+    if is_float(dtype):
+        return -(2 ** (limits(dtype).nmant + 1)), 2 ** (limits(dtype).nmant + 1)
     if dtype.kind == "b":
         return 0, 1
     if dtype.kind not in "iu":
@@ -379,6 +395,38 @@ def _check_sums_are_finite(sums):
     if not np.isfinite(sums).all():
         raise RuntimeError(f"multinomial: the sum of a row's weights overflows {sums.dtype}; "
                            "divide them by their maximum.")
+
+
+# ---- the same numbers again -----------------------------------------------------------------------------------------
+
+class _Use(threading.local):
+    states = None
+
+
+_use = _Use()
+
+
+@contextmanager
+def states_at_first_use():
+    """Yields {generator: its state before it was first used inside} of this thread; `replayed` takes it."""
+    before, _use.states = _use.states, {}
+    try:
+        yield _use.states
+    finally:
+        _use.states = before
+
+
+@contextmanager
+def replayed(states):
+    """Inside, the generators give the numbers that they gave from those states on; afterwards they go on as if nothing had been drawn."""
+    now = {generator: generator.get_state() for generator in states}
+    try:
+        for generator, state in states.items():
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in now.items():
+            generator.set_state(state)
 
 
 # ---- the default generator ------------------------------------------------------------------------------------------

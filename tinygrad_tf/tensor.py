@@ -8,6 +8,7 @@ from .autograd import Version, constant
 from .backend import array_module, check_one_device, device_of, is_writable, on_one_device, same_place, to_device
 from .backend import device as Device
 from .display import tensor_repr
+from .dtypes import is_bfloat16, is_float
 from .ops import activation, arithmetic, index, linear, reduce, softmax
 from .ops import shape as shapes
 from .random import chosen
@@ -97,7 +98,7 @@ class Tensor:
         strides = tuple(s // self.array.itemsize for s in self.array.strides)
         return strides if dim is None else strides[dim]
     def is_contiguous(self): return self.array.flags.c_contiguous
-    def is_floating_point(self): return self.array.dtype.kind == "f"
+    def is_floating_point(self): return is_float(self.array.dtype)
     def data_ptr(self): return self.array.ctypes.data if device_of(self.array).type == "cpu" else self.array.data.ptr
     def __repr__(self): return tensor_repr(self)
     def __format__(self, spec): return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
@@ -146,6 +147,8 @@ class Tensor:
             raise RuntimeError("numpy: can't be called on a Tensor that requires grad; use tensor.detach().numpy()")
         if self.device.type != "cpu":
             raise TypeError(f"numpy: can't convert a {self.device} tensor; use tensor.cpu().numpy()")
+        if is_bfloat16(self.array):
+            raise TypeError("numpy: got unsupported ScalarType BFloat16, which NumPy does not have; use tensor.float().numpy()")
         return self.array
 
     def __array__(self, dtype=None, copy=None):
@@ -176,7 +179,7 @@ class Tensor:
         self.requires_grad_(requires_grad)
 
     def requires_grad_(self, requires_grad=True):
-        if requires_grad and self.array.dtype.kind != "f":
+        if requires_grad and not is_float(self.array.dtype):
             raise RuntimeError(f"requires_grad: only Tensors of floating point dtype can require gradients, got {self.dtype}")
         if not requires_grad and self.node is not None:
             raise RuntimeError("requires_grad: can only be switched off for leaf tensors; use .detach()")
@@ -219,7 +222,7 @@ class Tensor:
             self.check_history()
         if recording and any(isinstance(t, Tensor) and t.requires_grad for t in (self, *args)):
             before = Tensor._wrap(self.array.copy(), self.node, Version())      # what the node saves must be the old numbers
-        result = op(before, *args, **kwargs)
+        result = autograd.without_autocast(op, before, *args, **kwargs)          # as in PyTorch: what is written keeps its type
         self._check_result(result)
         if result.node is not None and self.version.has_leaf():
             raise RuntimeError("a view of a leaf Tensor that requires grad is being used in an in-place operation; "
@@ -235,8 +238,7 @@ class Tensor:
         """A result fits into this memory if it has the same shape and no higher kind of number."""
         if result.array.shape != self.array.shape:
             raise RuntimeError(f"in-place: output with shape {tuple(self.shape)} doesn't match the broadcast shape {tuple(result.shape)}")
-        mine, other = self.array.dtype.kind, result.array.dtype.kind
-        if other == "f" != mine or other != "b" == mine:
+        if dtypes.category(result.array.dtype) > dtypes.category(self.array.dtype):
             raise RuntimeError(f"in-place: result type {result.dtype} can't be cast to the desired output type {self.dtype}")
 
     def _store(self, values):
@@ -323,6 +325,7 @@ class Tensor:
     def float(self): return self.to(dtypes.float32)
     def double(self): return self.to(dtypes.float64)
     def half(self): return self.to(dtypes.float16)
+    def bfloat16(self): return self.to(dtypes.bfloat16)
     def long(self): return self.to(dtypes.int64)
     def int(self): return self.to(dtypes.int32)
     def bool(self): return self.to(dtypes.bool_)
@@ -399,6 +402,7 @@ for _name, _op in {"add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmet
     if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
         setattr(Tensor, f"__r{_name}__", _operator(_op, reflected=True))
 
+Tensor.__rtruediv__ = _operator(autograd.under_autocast(autograd.FLOAT32)(arithmetic.div), reflected=True)
 Tensor.__neg__, Tensor.__abs__, Tensor.__invert__ = arithmetic.neg, arithmetic.abs_, arithmetic.bitwise_not
 Tensor.__getitem__ = index.getitem
 
@@ -448,7 +452,7 @@ for _name, _method in {"add": "add_", "sub": "sub_", "mul": "mul_", "truediv": "
     setattr(Tensor, f"__i{_name}__", getattr(Tensor, _method))
 
 
-class ToDevice(autograd.Function):
+class ToDevice(shapes.Moving):
     """The same numbers on another device.    dx = dy moved back"""
 
     def forward(self, x, target):

@@ -21,8 +21,10 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from .arguments import tensors_in
 from .autograd import Function, constant, no_grad, observing
 from .backend import CPU, at_least_float32, owner, to_device
+from .dtypes import is_float, widened
 from .nn.module import Module
 from .ops.flash_attention import band_tiles
 from .ops.softmax import softmax
@@ -241,7 +243,7 @@ class _Recorder:
     def take_inputs(self, module, inputs, kwargs):
         """A row for each tensor that goes in, under the name of the argument."""
         for name, value in _argument_names(module, inputs, kwargs):
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 source = self.finder(tensor)
                 if source is None:
                     self._add(name, "input", tensor)
@@ -258,13 +260,13 @@ class _Recorder:
             stack.callback(self._let_go)
             with observing(self.observe):
                 output = module(*inputs, **kwargs)
-        self.calls[0].outputs = [self.finder(t) for t in _tensors(output)]
+        self.calls[0].outputs = [self.finder(t) for t in tensors_in(output)]
         return output
 
     def _entered(self, path):
         def hook(module, args, kwargs):
             if threading.get_ident() == self.thread:
-                sources = [self.finder(t) for t in _tensors([args, kwargs])]
+                sources = [self.finder(t) for t in tensors_in([args, kwargs])]
                 self._leave_ended_calls()
                 self.calls.append(_Call(path, len(self.records), sources, frame=_frame_of_call()))
                 self.stack.append(self.calls[-1])
@@ -274,7 +276,7 @@ class _Recorder:
         def hook(module, args, out):
             if threading.get_ident() == self.thread:
                 self._leave_ended_calls()
-                self.stack.pop().outputs = [self.finder(t) for t in _tensors(out)]
+                self.stack.pop().outputs = [self.finder(t) for t in tensors_in(out)]
         return hook
 
     def _leave_ended_calls(self):
@@ -343,8 +345,8 @@ class _Recorder:
 
 def _statistics(x):
     """min, mean and max of the finite values (None where there is none), how many are NaN, and how many infinite."""
-    x, nan, inf = to_device(x, CPU), 0, 0
-    if x.dtype.kind == "f":
+    x, nan, inf = widened(to_device(x, CPU)), 0, 0
+    if is_float(x.dtype):
         finite = np.isfinite(x)
         nan = int(np.isnan(x).sum())
         inf = int(x.size - finite.sum()) - nan
@@ -360,16 +362,6 @@ def _frame_of_call():
     while frame.f_code is not Module.__call__.__code__:
         frame = frame.f_back
     return frame
-
-
-def _tensors(value, around=()):
-    """The tensors in a nest of tuples, lists and dicts; `around` holds those that lead here, so that no circle is walked twice."""
-    if isinstance(value, Tensor):
-        return [value]
-    if any(value is outer for outer in around):
-        return []
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in values for tensor in _tensors(item, (*around, value))]
 
 
 def _argument_names(module, inputs, kwargs):
@@ -685,10 +677,10 @@ def count_parameters(module):
 def count_flops(module, *inputs, **kwargs):
     """Counts by module of the floating-point operations in the matrix products of module(*inputs, **kwargs), which is run once.
 
-    Two for each multiply-add: Linear 2 · rows · in · out, Matmul 2 · n · k · m for each matrix, Attention 4 · Tq · Tk · Dh for each
-    head (scores, and weighted values), Einsum 2 · all its letters. What is blocked counts too: the dense computation
-    does it; TiledAttention counts the tiles that its band touches. Backward costs about twice as much again. In all, attention has
-    projections O(B T C²), scores and A V O(B T² C).
+    Two for each multiply-add: Linear and GroupedLinear 2 · rows · in · out, Matmul 2 · n · k · m for each matrix, Attention
+    4 · Tq · Tk · Dh for each head (scores, and weighted values), Einsum 2 · all its letters. What is blocked counts too: the dense
+    computation does it; TiledAttention counts the tiles that its band touches. Backward costs about twice as much again. In all,
+    attention has projections O(B T C²), scores and A V O(B T² C).
     """
     with no_grad():
         return _record(module, inputs, kwargs, values=False).flops
@@ -714,6 +706,14 @@ def _linear_flops(x, weight, bias):
     return 2 * math.prod(_shape(x)[:-1]) * math.prod(_shape(weight))
 
 
+def _grouped_flops(x, weight, bias, counts):
+    return 2 * math.prod(_shape(x)) * _shape(weight)[1]
+
+
+def _packed_flops(x, packed, *rest):
+    return 2 * math.prod(_shape(x)) * _shape(packed)[0]
+
+
 def _attention_flops(q, k, v, *rest):
     heads = math.prod(np.broadcast_shapes(_shape(q)[:-2], _shape(k)[:-2], _shape(v)[:-2]))
     return attention_flops(heads * _shape(q)[-2] * _shape(k)[-2], _shape(q)[-1], _shape(v)[-1])
@@ -737,8 +737,9 @@ def _einsum_flops(equation, *operands):
     return 0 if len(operands) == 1 else len(operands) * math.prod(sizes.values())
 
 
-FLOPS = {"Matmul": _matmul_flops, "Linear": _linear_flops, "Attention": _attention_flops, "AttentionWeights": _weights_flops,
-         "TiledAttention": _tiled_flops, "KernelAttention": _attention_flops, "Einsum": _einsum_flops}
+FLOPS = {"Matmul": _matmul_flops, "Linear": _linear_flops, "GroupedLinear": _grouped_flops, "PackedLinear": _packed_flops,
+         "Attention": _attention_flops, "AttentionWeights": _weights_flops, "TiledAttention": _tiled_flops,
+         "KernelAttention": _attention_flops, "Einsum": _einsum_flops}
 
 
 class SavedBytes(Counts):
@@ -752,7 +753,7 @@ def saved_bytes(output):
     Each piece of memory counts once, whole, for the first operation that saved it or a view of it. Dense attention keeps
     its weights, [B, H, T, T]: they grow with T².                        (guide 6.1)
     """
-    outputs = _tensors(output)
+    outputs = tensors_in(output)
     if not outputs:
         raise TypeError(f"saved_bytes: expected a tensor, or tensors in a tuple, list or dict, got {type(output).__name__}")
     nodes = _nodes(outputs)

@@ -20,6 +20,7 @@ import numpy as np
 from ..arguments import type_name
 from ..autograd import constant
 from ..creation import tensor
+from ..data.collate import padded as filled_up
 from ..models.common import device_of_model
 from ..models.encoder_decoder import Source
 from ..nn import functional as F
@@ -427,11 +428,7 @@ def choose(logits, rows):
 
 def padded(windows, side):
     """(ids [B, T], valid_tokens bool [B, T], or None where all are of one length), T the longest; filled up with id 0."""
-    T = max(map(len, windows))
-    ids, valid = np.zeros((len(windows), T), np.int64), np.zeros((len(windows), T), bool)
-    for row, window in enumerate(windows):
-        where = slice(T - len(window), T) if side == "left" else slice(len(window))
-        ids[row, where], valid[row, where] = window, True
+    ids, valid = filled_up(windows, side)
     return ids, None if valid.all() else valid
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import nn
 from ..autograd import constant, is_observed
+from ..backend import casting
 from ..models import Decoder, MiniGPT
 from ..models.common import check_end
 from ..nn.feedforward import GatedFeedForward
@@ -70,12 +71,12 @@ def path_of(model):
 
 
 def serves(model, cache):
-    """Whether all parts are known, without hooks, in float32 or float64 on the CPU; and nobody watches, or forces attention's backend.
+    """Whether all parts are known, without hooks, in float32 or float64 on the CPU; nobody watches, casts, or forces attention's backend.
 
     Where the cache is of another depth or dtype than the model, the forward pass has the words for it.
     """
     patched = not all(map(is_, map(forward_of, CLASSES), FORWARDS))
-    if patched or is_observed() or forced_backend() is not None or path_of(model).logits is None:
+    if patched or is_observed() or casting.dtypes or forced_backend() is not None or path_of(model).logits is None:
         return False
     layers = cache.layers
     return len(layers) == len(model.blocks) and layers[0].like is not None and layers[0].like[0][1] == model.lm_head.weight.array.dtype

@@ -4,14 +4,17 @@ from contextlib import contextmanager
 from .. import nn
 from ..arguments import optional_tensors, require_tensors
 from ..nn import functional as F
-from ..nn.positions import count_positions
+from ..nn.masks import packing_mod
+from ..nn.moe import GroupedLinear, Router
+from ..nn.positions import count_in_segments, count_positions
+from ..utils.checkpoint import checkpoint
 
 
 def init_weights(module):
-    """Linear and Embedding weights from N(0, 0.02²), biases 0; for `Module.apply`.       (guide 13.2)"""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
+    """Linear and Embedding weights from N(0, 0.02²), biases 0; for `Module.apply`. Experts and routers likewise.       (guide 13.2)"""
+    if isinstance(module, (nn.Linear, nn.Embedding, GroupedLinear, Router)):
         nn.init.normal_(module.weight, mean=0.0, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
+    if isinstance(module, (nn.Linear, GroupedLinear)) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 
@@ -20,9 +23,11 @@ def device_of_model(model):
     return next(model.parameters()).device
 
 
-def positions_of(tokens, valid_tokens=None, past=0):
-    """Where each of the new tokens [B, T, …] stands after `past` earlier ones, padding not counted.    [B, T]"""
+def positions_of(tokens, valid_tokens=None, past=0, segment_ids=None):
+    """Where each of the new tokens [B, T, …] stands after `past` earlier ones, padding not counted; in a packed row, within its text."""
     B, T = tokens.shape[:2]
+    if segment_ids is not None:
+        return count_in_segments(segment_ids, valid_tokens)
     return count_positions(past + T, valid_tokens, tokens.device).expand(B, past + T)[:, past:]
 
 
@@ -31,23 +36,47 @@ def next_token_loss(logits, targets):
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
+def run_block(model, block, x, **options):
+    """block(x, **options); with `model.checkpoint_blocks`, backward runs it again and nothing but x is kept for it."""
+    return checkpoint(block, x, **options) if model.checkpoint_blocks else block(x, **options)
+
+
 @contextmanager
-def reading(model, token_ids, targets=None, valid_tokens=None, position_ids=None, cache=None):
+def reading(model, token_ids, targets=None, valid_tokens=None, position_ids=None, cache=None, segment_ids=None):
     """The pass of `model` over token_ids: yields (position_ids, valid_tokens) for its embedding and its blocks, all checked.
 
     With a cache, valid_tokens are then those of the new tokens; they count in the cache when the pass has come to its end.
-    ValueError, and nothing is changed, where something does not fit.
+    In packed rows a negative segment is padding. ValueError, and nothing is changed, where something does not fit.
     """
     check_inputs(model, token_ids, targets, valid_tokens, cache, position_ids)
     B, T = token_ids.shape
     if cache is None:
         check_length(model, B, T, valid_tokens)
-        yield positions_of(token_ids, valid_tokens) if position_ids is None else position_ids, valid_tokens
+        if segment_ids is not None:
+            valid_tokens = _real_in_segments(model, token_ids, segment_ids, valid_tokens)
+        yield positions_of(token_ids, valid_tokens, 0, segment_ids) if position_ids is None else position_ids, valid_tokens
         return
+    if segment_ids is not None:
+        raise ValueError(f"{type(model).__name__}: segment_ids pack several texts into a row, and a cache continues one text a row; read "
+                         f"packed rows without a cache")
     with cache.reading(B, T, valid_tokens) as places:
         check_end(model, places)
         device = token_ids.device
         yield places.position_ids(device) if position_ids is None else position_ids, places.valid_tokens(device)
+
+
+def within(segment_ids):
+    """The mask_mod of packed rows, beside `causal`: a token sees its own text alone.    segment_ids: int [B, T], or None"""
+    return None if segment_ids is None else packing_mod(segment_ids, causal=False)
+
+
+def _real_in_segments(model, token_ids, segment_ids, valid_tokens):
+    optional_tensors(type(model).__name__, segment_ids=segment_ids)
+    if segment_ids.shape != token_ids.shape:
+        raise ValueError(f"{type(model).__name__}: segment_ids must have one entry for each token, {tuple(token_ids.shape)}, got "
+                         f"{tuple(segment_ids.shape)}")
+    real = segment_ids >= 0
+    return real if valid_tokens is None else real & valid_tokens
 
 
 def check_inputs(model, token_ids, targets=None, valid_tokens=None, cache=None, position_ids=None):

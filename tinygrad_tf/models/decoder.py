@@ -1,6 +1,6 @@
 """The modern decoder-only model: the parts that published models put together since GPT-2, in place of MiniGPT's."""
 from .. import nn
-from .common import init_weights, next_token_loss, reading
+from .common import init_weights, next_token_loss, reading, run_block, within
 
 
 class Decoder(nn.Module):
@@ -15,6 +15,7 @@ class Decoder(nn.Module):
     no biases   in any linear layer
     """
 
+    checkpoint_blocks = False           # as of MiniGPT
     endless_positions = True            # RoPE has no table that ends: with a rolling cache it reads on beyond max_seq_len
 
     def __init__(self, vocab_size, max_seq_len, dim, num_heads, hidden_dim, num_layers, dropout=0.0, num_kv_heads=None,
@@ -31,17 +32,18 @@ class Decoder(nn.Module):
         self.apply(init_weights)
         self.lm_head.weight = self.embedding.weight
 
-    def forward(self, token_ids, targets=None, valid_tokens=None, position_ids=None, cache=None):
+    def forward(self, token_ids, targets=None, valid_tokens=None, position_ids=None, cache=None, segment_ids=None):
         """(logits, loss): the arguments, the errors and their meaning are those of `MiniGPT`.
 
         position_ids [T] or [B, T] are what RoPE turns by; only their differences matter.
         """
-        with reading(self, token_ids, targets, valid_tokens, position_ids, cache) as (positions, valid_tokens):
+        with reading(self, token_ids, targets, valid_tokens, position_ids, cache, segment_ids) as (positions, valid_tokens):
             x = self.embedding(token_ids)                                               # [B, T, C]
             if position_ids is not None or valid_tokens is not None:                    # else RoPE counts by itself
                 position_ids = positions
+            own_text = within(segment_ids)
             for i, block in enumerate(self.blocks):
-                x = block(x, causal=True, valid_tokens=valid_tokens, cache=None if cache is None else cache.layer(i),
-                          position_ids=position_ids)
+                x = run_block(self, block, x, causal=True, valid_tokens=valid_tokens, cache=None if cache is None else cache.layer(i),
+                              position_ids=position_ids, mask_mod=own_text)
         logits = self.lm_head(self.final_norm(x))                                       # [B, T, V_vocab]
         return logits, None if targets is None else next_token_loss(logits, targets)

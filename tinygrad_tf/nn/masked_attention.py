@@ -2,11 +2,13 @@
 import math
 
 from ..arguments import checked_probability, described, optional_functions, require_bools
+from ..autograd import LOW, autocasted, without_autocast
 from ..creation import promote_types
 from ..dtypes import bool_, float32
 from ..ops.attention import attention_weights, checked_scale
 from ..ops.dropout import dropout
 from ..ops.index import where
+from ..ops.linear import matmul
 from ..ops.sdpa import Sight, attend, band, check_inputs, one_mask, with_axes
 from ..tensor import Tensor
 from .masks import broadcasts_to, evaluate, first_query, indices
@@ -34,6 +36,7 @@ def attention(query, key, value, allowed=None, bias=None, mask_mod=None, score_m
     require_bools("attention", return_weights=return_weights)
     dropout_p = checked_probability("attention", "dropout_p", dropout_p)
     _check_heads(query, key, value)
+    query, key, value = autocasted(LOW, query, key, value)
     shape = (*query.shape[:3], key.shape[2])
     sight = _sight(shape, allowed, bias, valid_tokens, mask_mod, causal, window, query_offset, query)
     if return_weights or score_mod is not None:
@@ -111,7 +114,7 @@ def _scores(query, key, scale, score_mod, shape, query_offset, restriction):
 def _products(query, key):
     """Q Kᵀ, with key head h // (H / Hkv) for query head h.    [B, H, Tq, Tk]"""
     H, Hkv = query.shape[1], key.shape[1]
-    return (query.unflatten(1, (Hkv, H // Hkv)) @ key.unsqueeze(2).transpose(-2, -1)).flatten(1, 2)
+    return without_autocast(matmul, query.unflatten(1, (Hkv, H // Hkv)), key.unsqueeze(2).transpose(-2, -1)).flatten(1, 2)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -359,6 +359,9 @@ class Module:
     def half(self):
         return self.to(dtype="float16")
 
+    def bfloat16(self):
+        return self.to(dtype="bfloat16")
+
     def cpu(self):
         return self.to(device="cpu")
 

@@ -33,6 +33,15 @@ def count_positions(T, valid_tokens=None, device=None):
     return (valid_tokens.to(device=device, dtype=bool_).long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
+def count_in_segments(segment_ids, valid_tokens):
+    """The same, from 0 in each run of equal segment_ids.    segment_ids, valid_tokens: [B, T] → [B, T]                  (guide 15.3)"""
+    real = valid_tokens.long()
+    run = F.pad((segment_ids[:, 1:] != segment_ids[:, :-1]).long(), (1, 0)).cumsum(dim=-1)          # 0, 1, … : the number of the run
+    in_run = creation.zeros_like(run).scatter_add(1, run, real)
+    before_run = in_run.cumsum(dim=-1) - in_run                                                     # real tokens in the runs before
+    return (real.cumsum(dim=-1) - 1 - before_run.gather(1, run)).clamp(min=0)
+
+
 # --- added to the embedding -------------------------------------------------------------------------------------------
 
 class InputEmbedding(Module):

@@ -6,6 +6,7 @@ import numpy as np
 from ..autograd import no_grad
 from ..backend import array_module, at_least_float32, check_one_device
 from ..creation import tensor
+from ..dtypes import widened
 from ..ops.shape import cat
 from ..tensor import Tensor
 
@@ -38,7 +39,7 @@ def _total_norm(tensors, norm_type, error_if_nonfinite):
         raise RuntimeError(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite ({total}), so it "
                            f"cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
                            f"set `error_if_nonfinite=False`")
-    return np.result_type(np.float32, *(t.array.dtype for t in tensors)).type(total)        # float16 ends at 65504
+    return np.result_type(np.float32, *(widened(t.array.dtype) for t in tensors)).type(total)        # float16 ends at 65504
 
 
 def _norm(arrays, p):

@@ -6,11 +6,12 @@ faster than `sum`. Small arrays (a call costs more than its work), CuPy and half
 import numpy as np
 
 from ..backend import array_module, scatter_add
+from ..dtypes import is_float
 
 
 def require_float(op, x):
     """x, or an error for integers and booleans."""
-    if x.dtype.kind != "f":
+    if not is_float(x.dtype):
         raise RuntimeError(f"{op}: not implemented for {x.dtype}: a floating-point tensor is needed; call .float() first")
     return x
 

@@ -1,7 +1,7 @@
 """Activations: what stands between the two linear layers of a feed-forward network. Each acts on one element."""
 import math
 
-from ..autograd import Function
+from ..autograd import FLOAT32, Function
 from ..backend import array_module, at_least_float32
 from ..kernels import fused
 from ..special import erf as erf_of
@@ -147,6 +147,7 @@ class Silu(Function):
 
 class Softplus(Function):
     """y = ln(1 + eˣ) = max(x, 0) + ln(1 + e^(−|x|)), which cannot overflow.    dx = dy · σ(x)"""
+    autocast = FLOAT32
 
     def forward(self, x):
         xp = array_module(x)

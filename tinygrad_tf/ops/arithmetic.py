@@ -8,9 +8,9 @@ import numbers
 
 import numpy as np
 
-from ..autograd import Function, array_of, constant
-from ..backend import array_module, numbers_beside, quiet
-from ..dtypes import fits, get_default_dtype, result_type
+from ..autograd import FLOAT32, WIDEST, Function, array_of, constant, under_autocast
+from ..backend import array_module, numbers_beside, quiet, require_bfloat16
+from ..dtypes import fits, get_default_dtype, is_bfloat16, is_float, result_type
 
 
 def promote(a, b):
@@ -51,7 +51,7 @@ def as_stored(op, value, dtype):
 
 def promote_to_float(a, b):
     """As `promote`; where neither is a float, in the default float type."""
-    if result_type(a, b).kind == "f":
+    if is_float(result_type(a, b)):
         return promote(a, b)
     wanted = get_default_dtype().numpy
     return converted(a, wanted), converted(b, wanted)
@@ -59,7 +59,7 @@ def promote_to_float(a, b):
 
 def as_float(x):
     """Integers and booleans in the default float type; floats as they are."""
-    return x if x.dtype.kind == "f" else x.astype(get_default_dtype().numpy)
+    return x if is_float(x.dtype) else x.astype(get_default_dtype().numpy)
 
 
 def broadcast_error(op, *operands):
@@ -168,6 +168,7 @@ def _promote_powers(a, b):
 
 class Pow(Binary):
     """y = a ^ b.    da = dy · b · a^(b−1), 0 where b = 0;    db = dy · y · log a, 0 where a = 0 and b ≥ 0"""
+    autocast = FLOAT32
 
     promote = staticmethod(_promote_powers)
 
@@ -287,6 +288,7 @@ class Clamp(Function):
 
 class Exp(Function):
     """y = eˣ.    dx = dy · y"""
+    autocast = FLOAT32
 
     def forward(self, x):
         self.saved = y = array_module(x).exp(as_float(x))
@@ -298,6 +300,7 @@ class Exp(Function):
 
 class Log(Function):
     """y = ln x.    dx = dy / x"""
+    autocast = FLOAT32
 
     def forward(self, x):
         self.saved = x = as_float(x)
@@ -309,6 +312,7 @@ class Log(Function):
 
 class Log1p(Function):
     """y = ln(1 + x), accurate near 0.    dx = dy / (1 + x)"""
+    autocast = FLOAT32
 
     def forward(self, x):
         self.saved = x = as_float(x)
@@ -331,6 +335,7 @@ class Sqrt(Function):
 
 class Rsqrt(Function):
     """y = 1/√x.    dx = −dy · y³ / 2"""
+    autocast = FLOAT32
 
     def forward(self, x):
         self.saved = y = 1 / array_module(x).sqrt(as_float(x))
@@ -390,6 +395,7 @@ class Cos(Function):
 
 class Cast(Function):
     """y = x in another dtype.    dx = dy, which the engine casts back"""
+    in_float32 = False
 
     def forward(self, x, dtype):
         return x.astype(dtype)
@@ -407,7 +413,7 @@ def _scaled(input, other, alpha):
     if not hasattr(other, "array"):
         return other * alpha
     dtype = result_type(array_of(input), other.array)
-    if isinstance(alpha, float) and dtype.kind != "f":
+    if isinstance(alpha, float) and not is_float(dtype):
         raise RuntimeError(f"add, sub: alpha must be a whole number for a result of {dtype}, got {alpha}")
     return cast(mul(cast(other, dtype), alpha), dtype)
 
@@ -431,11 +437,14 @@ def clamp(input, min=None, max=None): return Clamp.apply(input, min, max)
 def clamp_min(input, min): return Clamp.apply(input, min, None)
 def clamp_max(input, max): return Clamp.apply(input, None, max)
 def square(input): return Pow.apply(input, 2)
+@under_autocast(FLOAT32)
 def reciprocal(input): return Div.apply(1.0, input)
 
 
 def cast(input, dtype):
     """The tensor in a NumPy dtype; the same tensor when it has that dtype already."""
+    if is_bfloat16(dtype):
+        require_bfloat16(array_module(input.array))
     return input if input.array.dtype == dtype else Cast.apply(input, dtype)
 
 
@@ -512,7 +521,7 @@ def _floor(xp, a, b):
 
 
 def _trunc(xp, a, b):
-    if result_type(a, b).kind == "f":
+    if is_float(result_type(a, b)):
         return xp.trunc(xp.true_divide(a, b))
     y = _floor(xp, a, b)
     return y + ((y < 0) & (y * b != a)).astype(y.dtype)
@@ -529,7 +538,7 @@ class Round(Function):
         if how == "sign" and x.dtype == bool:
             return x.copy()
         _refuse_bool(how, x)
-        return getattr(array_module(x), how)(x) if x.dtype.kind == "f" or how == "sign" else x.copy()
+        return getattr(array_module(x), how)(x) if is_float(x.dtype) or how == "sign" else x.copy()
 
     def backward(self, dy):
         return array_module(dy).zeros_like(dy)
@@ -564,16 +573,18 @@ def remainder(input, other): return Remainder.apply(input, other)
 
 def lerp(input, end, weight):
     """input + weight · (end − input), floats"""
-    if array_of(input).dtype.kind != "f":
+    if not is_float(array_of(input).dtype):
         raise RuntimeError(f"lerp: not implemented for {input.dtype}; call .float() first")
     return add(input, mul(weight, sub(end, input)))
 
 
+@under_autocast(WIDEST)
 def addcmul(input, tensor1, tensor2, *, value=1):
     """input + value · tensor1 · tensor2"""
     return add(input, mul(mul(tensor1, tensor2), value))
 
 
+@under_autocast(WIDEST)
 def addcdiv(input, tensor1, tensor2, *, value=1):
     """input + value · tensor1 / tensor2"""
     return add(input, mul(div(tensor1, tensor2), value))

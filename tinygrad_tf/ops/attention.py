@@ -9,8 +9,9 @@ from numbers import Real
 import numpy as np
 
 from ..arguments import described, require_bools
-from ..autograd import Function, constant
+from ..autograd import LOW, Function, autocasted, constant
 from ..backend import array_module, at_least_float32
+from ..dtypes import is_float
 from ._rows import dot_along, max_along, sum_along
 
 
@@ -174,6 +175,7 @@ def _is_finite(*arrays):
 def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
     """The weights alone, [..., Tq, Tk], for those who show them: what scaled_dot_product_attention multiplies `value` by."""
     require_bools("attention_weights", is_causal=is_causal, enable_gqa=enable_gqa)
+    query, key = autocasted(LOW, query, key)
     _check("attention_weights", query, key, attn_mask)
     _check_alone("attention_weights", attn_mask, is_causal)
     grouped = enable_gqa and _heads(query) != _heads(key)
@@ -253,7 +255,7 @@ def _shape(x):
 def _check(op, query, key, attn_mask):
     if query.ndim < 2 or key.ndim < 2:
         raise RuntimeError(f"{op}: query, key and value need at least 2 axes, [..., T, Dh], got query {_shape(query)}, key {_shape(key)}")
-    if query.array.dtype.kind != "f" or query.array.dtype != key.array.dtype:
+    if not is_float(query.array.dtype) or query.array.dtype != key.array.dtype:
         raise RuntimeError(f"{op}: expected query, key and value to have the same float dtype, got {query.dtype} and {key.dtype}; "
                            f"convert with .to(dtype)")
     if query.array.shape[-1] != key.array.shape[-1]:

@@ -1,13 +1,14 @@
 """Embedding: a row of a table for each id; its gradient goes back to that row, and adds up where an id repeats."""
 import numpy as np
 
-from ..autograd import Function, constant, no_grad
+from ..autograd import constant, no_grad
 from ..backend import array_module, at_least_float32
 from ._ids import first_bad
 from ._rows import scatter_rows
+from .shape import Moving
 
 
-class Embedding(Function):
+class Embedding(Moving):
     """y = w[ids].    ids: integers of any shape   w: [V_vocab, C]   y: [..., C]
 
     dw = zeros, then dw[id] += dy for each id; the row of `padding_idx` gets nothing.       (guide 9.1)

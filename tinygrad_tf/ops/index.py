@@ -8,12 +8,13 @@ import operator
 
 import numpy as np
 
-from ..autograd import Function, array_of, constant
+from ..autograd import WIDEST, Function, array_of, constant, under_autocast
 from ..backend import array_module, check_one_device, device_of, first_outside, numbers_beside, scatter_add, to_device
-from ..dtypes import result_type
+from ..dtypes import result_type, widened
 from ._ids import first_bad
 from .arithmetic import as_stored, broadcast_error, converted, promote
 from .reduce import normalize_dim
+from .shape import Moving
 
 
 def as_index(index):
@@ -130,7 +131,7 @@ def _read(x, index):
         raise IndexError(f"index: {error} (tensor of shape {x.shape})") from None
 
 
-class GetItem(Function):
+class GetItem(Moving):
     """y = x[index].    dx = zeros, then dx[index] += dy"""
 
     def forward(self, x, index):
@@ -146,7 +147,7 @@ class GetItem(Function):
         return dx
 
 
-class SetItem(Function):
+class SetItem(Moving):
     """y = x, but y[index] = value.    dx = dy with zeros there,  dvalue = dy[index]"""
 
     def forward(self, x, value, index):
@@ -236,7 +237,7 @@ class MaskedFill(Function):
         return xp.where(blocked, zero, dy), None, xp.where(blocked, dy, zero) if self.needs[2] else None
 
 
-class Gather(Function):
+class Gather(Moving):
     """y[…, i, …] = x[…, index[…, i, …], …] along one axis.    dx = zeros, then dx[index] += dy"""
 
     def forward(self, x, index, dim):
@@ -249,7 +250,7 @@ class Gather(Function):
         return dx
 
 
-class Scatter(Function):
+class Scatter(Moving):
     """y = x, but y[…, index[…, i, …], …] = source[…, i, …].    dx = dy with zeros there,  dsource = dy[index]"""
 
     def forward(self, x, index, source, dim):
@@ -273,7 +274,6 @@ class Scatter(Function):
 
 class ScatterAdd(Function):
     """y = x, then y[…, index[…, i, …], …] += source[…, i, …].    dx = dy,  dsource = dy[index]"""
-
     def forward(self, x, index, source, dim):
         self.dim, self.saved, self.source_shape = dim, index, source.shape
         y = x.copy()
@@ -396,6 +396,7 @@ def scatter(input, dim, index, src=None, *, value=None):
     return Scatter.apply(input, index, src, d)
 
 
+@under_autocast(WIDEST)
 def scatter_add_(input, dim, index, src):
     d = normalize_dim("scatter_add", dim, input.ndim)
     if not hasattr(src, "array"):
@@ -444,7 +445,7 @@ def index_add(input, dim, index, source, *, alpha=1):
 
 def _order(x, dim, descending):
     """Indices that sort along an axis, stable; NaN counts as the largest, as in PyTorch."""
-    xp = array_module(x)
+    xp, x = array_module(x), widened(x)
     if not x.ndim:
         return xp.zeros((), dtype=np.int64)
     if not descending:
@@ -483,7 +484,7 @@ LONG = 2048                                     # from so many elements on, find
 
 def _first(x, d, k, largest):
     """The first k of `_order` along axis d."""
-    xp, n = array_module(x), x.shape[d]
+    xp, x, n = array_module(x), widened(x), x.shape[d]
     if xp is not np or n < LONG or not 0 < 4 * k < n:
         return _order(x, d, largest)[(slice(None),) * d + (slice(k),)].copy()
     rows = np.moveaxis(x, d, -1)
@@ -503,32 +504,33 @@ def extreme_pair(input, dim, keepdim, which):
         return input.clone(), constant(array_module(input.array).zeros((), dtype=np.int64))
     if input.array.shape[d] == 0:
         raise IndexError(f"{which[3:]}: expected dim {dim} to have a non-zero size, got shape {tuple(input.shape)}")
-    index = constant(array_module(input.array).expand_dims(getattr(input.array, which)(axis=d), d))
+    index = constant(array_module(input.array).expand_dims(getattr(widened(input.array), which)(axis=d), d))
     values = gather(input, d, index)
     return (values, index) if keepdim else (values.squeeze(d), index.squeeze(d))
 
 
 def nonzero(input, as_tuple=False):
     """[n, ndim]: the indices of the n elements that are not 0, row-major; as_tuple=True gives one tensor an axis."""
-    xp = array_module(input.array)
+    xp, x = array_module(input.array), widened(input.array)
     if as_tuple:
-        return tuple(constant(i) for i in xp.atleast_1d(input.array).nonzero())
-    return constant(xp.argwhere(input.array))
+        return tuple(constant(i) for i in xp.atleast_1d(x).nonzero())
+    return constant(xp.argwhere(x))
 
 
 def isin(elements, test_elements):
     """Which elements occur in test_elements."""
-    a, b = promote(array_of(elements), array_of(test_elements))
+    a, b = map(widened, promote(array_of(elements), array_of(test_elements)))
     xp = array_module(a, b)
     return constant(xp.isin(*numbers_beside("isin", [xp.asarray(x) if np.isscalar(x) else x for x in (a, b)])))
 
 
 def unique(input, sorted=True, return_inverse=False, return_counts=False):
     """The different values, sorted; on request also where each element went, and how often each occurs. No NaN equals another."""
-    found = array_module(input.array).unique(input.array, return_inverse=return_inverse, return_counts=return_counts, equal_nan=False)
-    if not isinstance(found, tuple):
-        return constant(found)
-    return tuple(constant(f) for f in found)
+    x = widened(input.array)
+    found = array_module(x).unique(x, return_inverse=return_inverse, return_counts=return_counts, equal_nan=False)
+    values, *places = found if isinstance(found, tuple) else (found,)
+    found = (constant(values.astype(input.array.dtype, copy=False)), *map(constant, places))
+    return found if places else found[0]
 
 
 def bincount(input, minlength=0):
@@ -544,7 +546,7 @@ def searchsorted(sorted_sequence, values, *, right=False):
     """Where each value would have to be inserted into a sorted row to keep it sorted, [shape of values]. One row only: PyTorch
     also takes a row for each row of values.
     """
-    x, v = promote(sorted_sequence.array, array_of(values))
+    x, v = map(widened, promote(sorted_sequence.array, array_of(values)))
     if hasattr(v, "ndim"):
         x, v = numbers_beside("searchsorted", [x, v])
     if x.ndim != 1:

@@ -11,6 +11,8 @@ class KernelAttention(Function):
     p = exp(scale · q kᵀ − lse),  ds = p · (dout vᵀ − Σ dout · out),   dq = scale · ds k,  dk = scale · dsᵀ q,  dv = pᵀ dout
     """
 
+    in_float32 = False                          # there is a kernel for bfloat16
+
     def forward(self, q, k, v, valid_tokens, band, scale):
         out, lse = flash.forward(q, k, v, valid_tokens, band, scale)
         self.saved, self.band, self.scale = (q, k, v, out, lse, valid_tokens), band, scale
@@ -18,6 +20,7 @@ class KernelAttention(Function):
 
     def backward(self, dout):
         q, k, v, out, lse, valid_tokens = self.saved
+        dout = dout.astype(q.dtype, copy=False)
         return flash.backward(q, k, v, out, lse, dout, valid_tokens, self.band, self.scale, needs=self.needs[:3])
 
 

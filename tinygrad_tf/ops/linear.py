@@ -1,8 +1,9 @@
 """Matrix products: matmul of any rank, and the linear layer."""
 import numpy as np
 
-from ..autograd import Function
+from ..autograd import LOW, WIDEST, Function, under_autocast
 from ..backend import array_module, as_rows, sum_rows
+from ..dtypes import is_float
 
 
 def _shape_error(op, a, b, why):
@@ -14,6 +15,7 @@ class Matmul(Function):
 
     da = dy bᵀ,  db = aᵀ dy; the engine sums over the axes that were broadcast.
     """
+    autocast = LOW
 
     def forward(self, a, b):
         if a.dtype != b.dtype:
@@ -43,14 +45,18 @@ class Linear(Function):
 
     dx = dy W,  dW = dyᵀ x,  db = Σ dy, with all leading axes flattened into one: a single GEMM each.
     """
+    autocast = LOW
 
     def forward(self, x, w, b):
+        if any(p is not None and p.dtype != x.dtype for p in (w, b)):
+            raise RuntimeError(f"linear: input {x.dtype}, weight {w.dtype}"
+                               f"{'' if b is None else f' and bias {b.dtype}'} must have one dtype; convert with .to(dtype)")
         rows = as_rows(x)
         self.saved = (rows if self.needs[1] else None), (w if self.needs[0] else None)
-        y = product(rows, w.T)
+        y = product(wide(rows), wide(w).T)
         if b is not None:
             y += b
-        return y.reshape(*x.shape[:-1], w.shape[0])
+        return y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], w.shape[0])
 
     def backward(self, dy):
         x, w = self.saved
@@ -61,10 +67,16 @@ class Linear(Function):
         return dx, dw, db
 
 
+def wide(x):
+    """Half precision in float32, in which it is multiplied and summed; all else as it is."""
+    return x.astype(np.float32) if x.dtype.itemsize < 4 and is_float(x.dtype) else x
+
+
 def product(a, b):
     """a @ b; a stack of matrices times one matrix is one flat GEMM. float16 is multiplied in float32: NumPy's own is 290 times slower."""
-    if a.dtype.itemsize < 4 and a.dtype.kind == "f":
-        return product(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+    a32 = wide(a)
+    if a32 is not a:
+        return product(a32, wide(b)).astype(a.dtype)
     if b.ndim == 2 and a.ndim > 2:
         return (as_rows(a) @ b).reshape(*a.shape[:-1], b.shape[-1])
     return a @ b
@@ -90,9 +102,6 @@ def linear(input, weight, bias=None):
                            f"must be {w.shape[-1] if w.ndim else '?'}")
     if b is not None and b.shape != w.shape[:1]:
         raise RuntimeError(f"linear: bias {b.shape} must be {w.shape[:1]}, one number for each output of weight {w.shape}")
-    if any(p is not None and p.dtype != x.dtype for p in (w, b)):
-        raise RuntimeError(f"linear: input {x.dtype}, weight {w.dtype}"
-                           f"{'' if b is None else f' and bias {b.dtype}'} must have one dtype; convert with .to(dtype)")
     return Linear.apply(input, weight, bias)
 
 
@@ -113,6 +122,7 @@ def mv(input, vec):
     return matmul(input, vec)
 
 
+@under_autocast(WIDEST)
 def dot(input, tensor):
     """Σ input · tensor of two vectors."""
     if input.ndim != 1 or tensor.ndim != 1:
@@ -139,18 +149,23 @@ class Einsum(Function):
 
     A letter that occurs in one operand alone and not in the result was summed over: its gradient is repeated along it.
     """
+    autocast = LOW
 
     def forward(self, equation, *xs):
         self.inputs_letters, self.output = equation
-        self.saved = xs
-        return array_module(*xs).einsum(",".join(self.inputs_letters) + "->" + self.output, *xs, optimize=len(xs) > 2)
+        spec = ",".join(self.inputs_letters) + "->" + self.output
+        if len({x.dtype for x in xs}) > 1:
+            raise RuntimeError(f"einsum {spec!r}: all operands must have one dtype, got {', '.join(str(x.dtype) for x in xs)}; convert "
+                               f"one with .to(dtype)")
+        dtype, self.saved = xs[0].dtype, tuple(map(wide, xs))
+        return array_module(*xs).einsum(spec, *self.saved, optimize=len(xs) > 2).astype(dtype, copy=False)
 
     def backward(self, dy):
         return None, *(self._gradient(i, dy) if self.needs[i + 1] else None for i in range(len(self.saved)))
 
     def _gradient(self, i, dy):
         xp, mine = array_module(dy), self.inputs_letters[i]
-        others = [(s, x) for j, (s, x) in enumerate(zip(self.inputs_letters, self.saved)) if j != i]
+        dy, others = wide(dy), [(s, x) for j, (s, x) in enumerate(zip(self.inputs_letters, self.saved)) if j != i]
         known = set(self.output).union(*(s for s, _ in others))
         reach = "".join(c for c in mine if c in known)
         spec = ",".join([self.output, *(s for s, _ in others)]) + "->" + reach
@@ -169,9 +184,6 @@ def einsum(equation, *operands):
     if not all(hasattr(x, "array") for x in operands):
         raise TypeError(f"einsum: expected tensors behind the equation, got {', '.join(type(x).__name__ for x in operands)}")
     inputs, output = _parse_einsum(equation.replace(" ", ""), [x.ndim for x in operands])
-    if len({x.dtype for x in operands}) > 1:
-        raise RuntimeError(f"einsum {equation!r}: all operands must have one dtype, got {[x.dtype for x in operands]}; convert one "
-                           f"with .to(dtype)")
     if any(x.array.dtype == bool for x in operands):
         raise RuntimeError(f"einsum {equation!r}: bool is not multiplied and summed; convert with .to(dtype)")
     sizes = {}

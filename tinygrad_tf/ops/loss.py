@@ -1,8 +1,9 @@
 """Losses. Each takes `reduction` "mean", "sum" or "none", and scores, not probabilities, where its name does not say otherwise."""
 import warnings
 
-from ..autograd import Function
+from ..autograd import FLOAT32, Function, under_autocast
 from ..backend import array_module, at_least_float32, may_hold
+from ..dtypes import is_float
 from ..kernels import fused
 from ._ids import are_known_labels
 from ._rows import max_along, require_float, sum_along
@@ -21,6 +22,7 @@ class CrossEntropy(Function):
 
     dx_c = a · (p_c − [c = t]) + s · (p_c · Σ w − w_c),   a = (1 − ε) · w_t · dloss_i,  s = ε/C · dloss_i       (guide 9.9)
     """
+    autocast = FLOAT32
 
     def forward(self, x, target, w, ignore_index, reduction, smoothing, checked=False):
         xp, rows = array_module(x), class_rows(at_least_float32(x))
@@ -66,6 +68,7 @@ class NLLLoss(Function):
 
     dx_c = −w_t · dloss_i where c = t, else 0.       mean = Σ loss_i / Σ w_t over the rows that count
     """
+    autocast = FLOAT32
 
     def forward(self, x, target, w, ignore_index, reduction, checked=False):
         xp, rows = array_module(x), class_rows(at_least_float32(x))
@@ -151,13 +154,14 @@ def cross_entropy(input, target, weight=None, size_average=None, ignore_index=-1
         raise RuntimeError(f"cross_entropy: label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
     x, t = require_float("cross_entropy", input.array), target.array
     _check_weight("cross_entropy", x, weight)
-    if t.shape == x.shape and t.dtype.kind == "f":
+    if t.shape == x.shape and is_float(t.dtype):
         return _cross_entropy_of_probabilities(input, target, weight, ignore_index, reduction, label_smoothing)
     _check_classes("cross_entropy", x, t)
     checked = are_known_labels(target, x.shape[min(1, x.ndim - 1)], ignore_index)
     return CrossEntropy.apply(input, target, weight, ignore_index, reduction, label_smoothing, checked)
 
 
+@under_autocast(FLOAT32)
 def _cross_entropy_of_probabilities(input, target, weight, ignore_index, reduction, smoothing):
     """loss_i = −Σ_c w_c · q_c · ln p_c,  q = (1 − ε) · target + ε/C; the mean is over rows"""
     if ignore_index >= 0:
@@ -185,6 +189,7 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
     return NLLLoss.apply(input, target, weight, ignore_index, reduction, checked)
 
 
+@under_autocast(FLOAT32)
 def mse_loss(input, target, size_average=None, reduce=None, reduction="mean"):
     """(input − target)²"""
     reduction = _reduction("mse_loss", reduction, size_average, reduce)
@@ -194,6 +199,7 @@ def mse_loss(input, target, size_average=None, reduce=None, reduction="mean"):
     return _reduce(square(sub(input, target)), reduction)
 
 
+@under_autocast(FLOAT32)
 def binary_cross_entropy_with_logits(input, target, weight=None, size_average=None, reduce=None, reduction="mean", pos_weight=None):
     """−(p · y · ln σ(x) + (1 − y) · ln(1 − σ(x))) = (1 − y) · x + (1 + (p − 1) · y) · ln(1 + e⁻ˣ),  p = pos_weight or 1"""
     reduction = _reduction("binary_cross_entropy_with_logits", reduction, size_average, reduce)

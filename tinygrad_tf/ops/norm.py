@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm: each position is brought to unit size over its own features, whatever the batch around it."""
 import numpy as np
 
-from ..autograd import Function
+from ..autograd import FLOAT32, Function
 from ..backend import array_module, as_rows, at_least_float32
 from ..kernels import fused
 from ._rows import dot_along, require_float, sum_along
@@ -17,6 +17,7 @@ class LayerNorm(Function):
     σ² is the mean of (x − μ)²: as mean(x²) − μ² it would cancel to nothing, or less, beside a large mean. A row so large
     (above 10¹⁹ in float32) that σ² overflows becomes NaN.
     """
+    autocast = FLOAT32
 
     def forward(self, x, w, b, shape, eps):
         xp, x32 = array_module(x), as_rows(at_least_float32(require_float("layer_norm", x)), len(shape))
@@ -58,6 +59,7 @@ class RMSNorm(Function):
 
     dx = r · (g − x̂ · mean(g · x̂)),  g = dy · w,    dw = dy · x̂       (guide 10.2)
     """
+    autocast = FLOAT32
 
     def forward(self, x, w, shape, eps):
         xp, x32 = array_module(x), as_rows(at_least_float32(require_float("rms_norm", x)), len(shape))

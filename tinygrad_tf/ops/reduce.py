@@ -4,9 +4,9 @@ import operator
 
 import numpy as np
 
-from ..autograd import Function, constant
+from ..autograd import FLOAT32, Function, constant, under_autocast
 from ..backend import array_module
-from ..dtypes import numpy_dtype
+from ..dtypes import is_float, numpy_dtype, widened
 from .arithmetic import cast
 
 
@@ -43,12 +43,29 @@ def count(shape, dims):
     return math.prod(shape[i] for i in dims)
 
 
+def in_float32(x):
+    """float16 in float32, in which it is added up: float16 itself counts ones no further than to 2048. All else as it is."""
+    return x.astype(np.float32) if x.dtype == np.float16 else x
+
+
+def _total(x, how, dtype, **axes):
+    """x.sum, x.prod or x.cumsum in a dtype, by default that of x; for float16 by way of float32."""
+    dtype = x.dtype if dtype is None else dtype
+    return _rounded(getattr(x, how)(dtype=np.float32 if dtype == np.float16 else dtype, **axes), dtype)
+
+
+def _rounded(y, dtype):
+    """A result that was computed in float32 in its own dtype."""
+    return y if y.dtype == dtype else y.astype(dtype)
+
+
 class Sum(Function):
     """y = Σ x    dx = dy for every element"""
+    autocast = FLOAT32
 
     def forward(self, x, dims, keepdim, dtype):
         self.x_shape, self.dims = x.shape, dims
-        return x.sum(axis=dims, keepdims=keepdim, dtype=dtype)
+        return _total(x, "sum", dtype, axis=dims, keepdims=keepdim)
 
     def backward(self, dy):
         return array_module(dy).broadcast_to(keep(dy, self.x_shape, self.dims), self.x_shape)
@@ -58,26 +75,28 @@ class Mean(Function):
     """y = Σ x / n.    dx = dy / n for every element"""
 
     def forward(self, x, dims, keepdim):
-        if x.dtype.kind != "f":
+        if not is_float(x.dtype):
             raise RuntimeError(f"mean: the mean of {x.dtype} has no float result type; call .float() first or pass dtype=")
         self.x_shape, self.dims = x.shape, dims
-        return x.sum(axis=dims, keepdims=keepdim) / x.dtype.type(count(x.shape, dims))
+        total = in_float32(x).sum(axis=dims, keepdims=keepdim)
+        return _rounded(total / total.dtype.type(count(x.shape, dims)), x.dtype)
 
     def backward(self, dy):
-        xp = array_module(dy)
+        xp, dy = array_module(dy), in_float32(dy)
         dy = keep(dy, self.x_shape, self.dims) / dy.dtype.type(count(self.x_shape, self.dims) or 1)
         return xp.broadcast_to(dy, self.x_shape)
 
 
 class Prod(Function):
     """y = Π x.    dx_i = dy · Π_{j≠i} x_j, as products from the left and from the right: y / x would be 0/0 at a zero"""
+    autocast = FLOAT32
 
     def forward(self, x, dim, keepdim, dtype):
         self.saved, self.dim = x, dim
-        return x.prod(axis=dim, keepdims=keepdim, dtype=dtype)
+        return _total(x, "prod", dtype, axis=dim, keepdims=keepdim)
 
     def backward(self, dy):
-        x, dim = self.saved, self.dim
+        x, dim = in_float32(self.saved), self.dim
         xp = array_module(x)
         last = xp.moveaxis(x, dim, -1)
         ones = xp.ones_like(last[..., :1])
@@ -123,19 +142,21 @@ class Var(Function):
 
     def forward(self, x, dims, keepdim, correction):
         self.dims, self.divisor = dims, max(count(x.shape, dims) - correction, 0)
-        self.saved = centred = x - x.sum(axis=dims, keepdims=True) / x.dtype.type(count(x.shape, dims))
-        return (centred * centred).sum(axis=dims, keepdims=keepdim) / x.dtype.type(self.divisor)
+        x32 = in_float32(x)
+        self.saved = centred = x32 - x32.sum(axis=dims, keepdims=True) / x32.dtype.type(count(x.shape, dims))
+        return _rounded((centred * centred).sum(axis=dims, keepdims=keepdim) / x32.dtype.type(self.divisor), x.dtype)
 
     def backward(self, dy):
-        centred = self.saved
+        centred, dy = self.saved, in_float32(dy)
         return keep(dy, centred.shape, self.dims) * (2 / dy.dtype.type(self.divisor)) * centred
 
 
 class Norm(Function):
     """y = (Σ |x|^p)^(1/p); p = inf is max |x|, p = 0 counts non-zeros.    dx = dy · sign(x) · (|x| / y)^(p−1), 0 where y = 0"""
+    autocast = FLOAT32
 
     def forward(self, x, p, dims, keepdim):
-        xp = array_module(x)
+        xp, dtype, x = array_module(x), x.dtype, in_float32(x)
         size = abs(x)
         if p == 2:
             y = xp.sqrt((x * x).sum(axis=dims, keepdims=True))
@@ -148,7 +169,7 @@ class Norm(Function):
         else:
             y = xp.power(xp.power(size, p).sum(axis=dims, keepdims=True), 1 / p)
         self.saved, self.p, self.dims = (x, y), p, dims
-        return y if keepdim else y.reshape([n for i, n in enumerate(x.shape) if i not in dims])
+        return _rounded(y if keepdim else y.reshape([n for i, n in enumerate(x.shape) if i not in dims]), dtype)
 
     def backward(self, dy):
         x, y = self.saved
@@ -166,22 +187,23 @@ class Norm(Function):
 
 class Cumsum(Function):
     """y_i = Σ_{j≤i} x_j    dx_j = Σ_{i≥j} dy_i"""
+    autocast = FLOAT32
 
     def forward(self, x, dim, dtype):
         self.dim = dim
-        return x.cumsum(axis=dim, dtype=dtype) if x.ndim else x.astype(dtype)
+        return _total(x, "cumsum", dtype, axis=dim) if x.ndim else x.astype(dtype or x.dtype)
 
     def backward(self, dy):
-        xp, dim = array_module(dy), self.dim
+        xp, dim, dy = array_module(dy), self.dim, in_float32(dy)
         if dy.ndim == 0:
             return dy
         return xp.flip(xp.cumsum(xp.flip(dy, dim), axis=dim), dim)
 
 
 def _accumulate_in(input, dtype):
-    """(input, result dtype) of sum, prod and cumsum: what the caller asked for, else floats as they are, all else in int64."""
+    """(input, result dtype) of sum, prod and cumsum: what the caller asked for, else floats as they are (None), all else in int64."""
     if dtype is None:
-        return input, input.array.dtype if input.array.dtype.kind == "f" else np.dtype(np.int64)
+        return input, None if input.is_floating_point() else np.dtype(np.int64)
     return cast(input, numpy_dtype(dtype)), numpy_dtype(dtype)
 
 
@@ -222,6 +244,7 @@ def var(input, dim=None, unbiased=None, keepdim=False, *, correction=None):
     return Var.apply(input, dims, keepdim, correction)
 
 
+@under_autocast(None)
 def std(input, dim=None, unbiased=None, keepdim=False, *, correction=None):
     """√var, as ‖x − x̄‖ / √(n − correction): the norm's gradient is 0 at 0, where that of √ is infinite."""
     dims, correction = _spread("std", input, dim, unbiased, correction)
@@ -235,14 +258,14 @@ def _spread(op, input, dim, unbiased, correction):
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
-    if input.array.dtype.kind != "f":
+    if not is_float(input.array.dtype):
         raise RuntimeError(f"{op}: a floating-point tensor is needed, got {input.dtype}; call .float() first")
     return normalize_dims(op, dim, input.ndim), correction
 
 
 def norm(input, p=2, dim=None, keepdim=False):
     p = {"fro": 2, None: 2}.get(p, p)
-    if input.array.dtype.kind != "f":
+    if not is_float(input.array.dtype):
         raise RuntimeError(f"norm: a floating-point tensor is needed, got {input.dtype}; call .float() first")
     if not isinstance(p, (int, float)):
         raise TypeError(f"norm: p must be a number or 'fro', got {p!r}")
@@ -289,7 +312,7 @@ def argmin(input, dim=None, keepdim=False):
 
 def _arg(op, input, dim, keepdim):
     """The index of the first extreme in the flattened tensor, or along one axis."""
-    x = input.array
+    x = widened(input.array)
     d = None if dim is None else normalize_dim(op, dim, x.ndim)
     if (x.size if d is None or not x.ndim else x.shape[d]) == 0:
         raise IndexError(f"{op}: expected {'a tensor' if dim is None else f'dim {dim}'} with elements, got shape {x.shape}")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arguments import checked_probability, described, require_bools, warn_caller, whole_number
-from ..autograd import constant
+from ..autograd import LOW, autocasted, constant
 from ..backend import array_module, at_least_float32, check_one_device
 from ..kernels.flash import LONGEST
 from ..philox import draw_key
@@ -162,6 +162,7 @@ def _sides(op, window):
 
 def attend(op, query, key, value, sight, dropout_p=0.0, scale=None, enable_gqa=False, backend=None):
     """Attention of query, key and value under a `Sight`, on the backend that is given, or forced, or chosen."""
+    query, key, value = autocasted(LOW, query, key, value)
     check_inputs(op, query, key, value, sight)
     scale = checked_scale(op, query, scale)
     if enable_gqa:

@@ -21,7 +21,12 @@ def as_shape(op, sizes):
         raise TypeError(f"{op}: sizes must be ints, got {sizes}") from None
 
 
-class Reshape(Function):
+class Moving(Function):
+    """Elements change their place and nothing else: bfloat16 goes through as it is."""
+    in_float32 = False
+
+
+class Reshape(Moving):
     """The same elements in row-major order under another shape; a view where the memory allows it."""
 
     def forward(self, x, shape):
@@ -32,7 +37,7 @@ class Reshape(Function):
         return dy.reshape(self.x_shape)
 
 
-class Permute(Function):
+class Permute(Moving):
     """Axis i of y is axis dims[i] of x."""
 
     def forward(self, x, dims):
@@ -43,7 +48,7 @@ class Permute(Function):
         return dy.transpose(np.argsort(self.dims).tolist())
 
 
-class Expand(Function):
+class Expand(Moving):
     """Axes of size 1, and new ones in front, repeated without a copy. The engine sums the gradient back."""
 
     def forward(self, x, shape):
@@ -53,7 +58,7 @@ class Expand(Function):
         return dy
 
 
-class Contiguous(Function):
+class Contiguous(Moving):
     """A copy in row-major order."""
 
     def forward(self, x):
@@ -63,7 +68,7 @@ class Contiguous(Function):
         return dy
 
 
-class Cat(Function):
+class Cat(Moving):
     """Tensors joined along an existing axis.    dx_i = its own stretch of dy"""
 
     def forward(self, dim, *xs):
@@ -77,7 +82,7 @@ class Cat(Function):
         return None, *(dy[(*before, slice(end - n, end))] for n, end in zip(self.sizes, ends))
 
 
-class Triangle(Function):
+class Triangle(Moving):
     """x with zeros above (`tril`) or below (`triu`) a diagonal of the last two axes."""
 
     def forward(self, x, which, diagonal):
@@ -88,7 +93,7 @@ class Triangle(Function):
         return getattr(array_module(dy), self.which)(dy, self.diagonal)
 
 
-class Diagonal(Function):
+class Diagonal(Moving):
     """y[…, i] = x[…, i, i], a view.    x: [..., n, n]  y: [..., n];    dx = zeros, then dx[…, i, i] = dy[…, i]"""
 
     def forward(self, x):
@@ -101,7 +106,7 @@ class Diagonal(Function):
         return dx
 
 
-class Flip(Function):
+class Flip(Moving):
     """The order along some axes reversed."""
 
     def forward(self, x, dims):
@@ -112,7 +117,7 @@ class Flip(Function):
         return array_module(dy).flip(dy, self.dims)
 
 
-class Roll(Function):
+class Roll(Moving):
     """Elements shifted along axes; what leaves at one end comes in at the other."""
 
     def forward(self, x, shifts, dims):
@@ -123,7 +128,7 @@ class Roll(Function):
         return array_module(dy).roll(dy, tuple(-s for s in self.shifts), self.dims)
 
 
-class Repeat(Function):
+class Repeat(Moving):
     """The whole tensor tiled `times[i]` times along axis i.    dx = Σ dy over the copies"""
 
     def forward(self, x, times):
@@ -136,7 +141,7 @@ class Repeat(Function):
         return dy.reshape(pairs).sum(axis=tuple(range(0, len(pairs), 2)))
 
 
-class RepeatInterleave(Function):
+class RepeatInterleave(Moving):
     """Each element repeated n times in place, k0 k0 k1 k1, along one axis.    dx = Σ dy over the copies"""
 
     def forward(self, x, repeats, dim):
@@ -148,7 +153,7 @@ class RepeatInterleave(Function):
         return dy.reshape(*before, self.repeats, *after).sum(axis=self.dim + 1)
 
 
-class Pad(Function):
+class Pad(Moving):
     """A constant border; `widths` holds (before, after) for each axis, negative ones crop.    dx = the inside of dy"""
 
     def forward(self, x, widths, value):

@@ -1,6 +1,6 @@
 """softmax, log_softmax and logsumexp: the largest score is subtracted first, so that no exponential overflows."""
 
-from ..autograd import Function
+from ..autograd import FLOAT32, Function, without_autocast
 from ..backend import array_module, at_least_float32
 from ..dtypes import numpy_dtype
 from ..kernels import fused
@@ -14,6 +14,7 @@ class Softmax(Function):
 
     A row of −inf alone is NaN, as in PyTorch. float16 is computed in float32.       (guide 4.2)
     """
+    autocast = FLOAT32
 
     def forward(self, x, dim):
         xp, x32 = array_module(x), at_least_float32(require_float("softmax", x))
@@ -38,6 +39,7 @@ class Softmax(Function):
 
 class LogSoftmax(Function):
     """y_i = x_i − m − ln Σ_j e^(x_j − m),  m = max x, along one axis.    dx = dy − e^y · Σ_j dy_j"""
+    autocast = FLOAT32
 
     def forward(self, x, dim):
         xp, x32 = array_module(x), at_least_float32(require_float("log_softmax", x))
@@ -64,6 +66,7 @@ class LogSumExp(Function):
 
     −inf where all are −inf; integers are computed in the default float type.
     """
+    autocast = FLOAT32
 
     def forward(self, x, dims, keepdim):
         xp = array_module(x)
@@ -95,7 +98,8 @@ def log_softmax(input, dim, dtype=None):
 def _along(op, function, input, dim, dtype):
     if dim is None:
         raise TypeError(f"{op}: dim is missing; name the axis whose values compete, usually dim=-1")
-    input = input if dtype is None else cast(input, numpy_dtype(dtype))
+    if dtype is not None:                       # what is asked for, autocast or not
+        return without_autocast(_along, op, function, cast(input, numpy_dtype(dtype)), dim, None)
     dim = normalize_dim(op, dim, input.ndim)
     if input.ndim == 0:                         # one number competes with nobody
         return function.apply(input.unsqueeze(0), 0).squeeze(0)

@@ -2,9 +2,10 @@
 import math
 from collections import defaultdict
 
-from ..autograd import enable_grad, no_grad
+from ..autograd import constant, enable_grad, no_grad
 from ..backend import check_one_device, is_writable
 from ..creation import tensor
+from ..dtypes import is_bfloat16, widened
 from ..tensor import Tensor
 
 
@@ -115,7 +116,7 @@ class Optimizer:
                 loss = closure()
         with no_grad():
             for p, options in self._waiting():
-                self.update(p.array, p.grad.array, self.state[p], options)
+                self._update(p, options)
                 p.version.writes += 1
         return loss
 
@@ -136,6 +137,16 @@ class Optimizer:
         state = [value.array for name, value in self.state.get(p, {}).items() if isinstance(value, Tensor) and name != "step"]
         check_one_device(f"{self._name()} (a parameter, its gradient and its state; call model.to(device) before the first step, or "
                          f"load the optimizer's state_dict() anew after it)", [p.array, p.grad.array, *state])
+
+    def _update(self, p, options):
+        """`update` of one parameter. For bfloat16 it gets float32, and what it has written is rounded."""
+        if not is_bfloat16(p.array):
+            return self.update(p.array, p.grad.array, self.state[p], options)
+        array, state = widened(p.array), {name: _with_array(widened, value) for name, value in self.state[p].items()}
+        self.update(array, widened(p.grad.array), state, options)
+        p.array[...] = array
+        self.state[p] = {name: value if name == "step" else _with_array(lambda a: a.astype(p.array.dtype), value)
+                         for name, value in state.items()}
 
     def update(self, p, g, state, group):
         raise NotImplementedError(f"{self._name()} defines no update(p, g, state, group)")
@@ -193,6 +204,10 @@ class Optimizer:
 
 
 _SPOKEN = {"lr": "learning rate", "weight_decay": "weight_decay value", "eps": "epsilon value", "momentum": "momentum value"}
+
+
+def _with_array(function, value):
+    return constant(function(value.array)) if isinstance(value, Tensor) else value
 
 
 def _as_numbers(group):

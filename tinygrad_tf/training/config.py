@@ -3,6 +3,7 @@ import dataclasses
 import sys
 
 LARGEST = sys.float_info.max
+PRECISIONS = "float32", "float16", "bfloat16"
 
 
 def setting(default, what):
@@ -19,6 +20,9 @@ class TrainConfig:
     heads: int = setting(4, "H, attention heads; a divisor of dim")
     dropout: float = setting(0.0, "share of activations set to zero while training")
     norm: str = setting("pre", "pre or post (the guide's MiniGPT): the norm before or after each sublayer")
+    experts: int = setting(0, "E, feed-forward networks in each block, of which a token passes some; 0: one network, for all")
+    experts_per_token: int = setting(2, "k, how many of the experts a token passes")
+    balance: str = setting("loss", "what keeps the experts equally loaded: loss (an auxiliary one), bias (in the router) or none")
     batch_size: int = setting(12, "B, windows of text a step")
     steps: int = setting(1200, "updates")
     lr: float = setting(4e-3, "peak learning rate")
@@ -26,6 +30,8 @@ class TrainConfig:
     weight_decay: float = setting(0.1, "AdamW's, on matrices only")
     clip: float = setting(1.0, "largest gradient norm")
     eval_every: int = setting(200, "steps between evaluations, each of which saves")
+    precision: str = setting("float32", "float32; float16 or bfloat16: matrix products in 16 bits, the weights stay float32")
+    activations: str = setting("kept", "kept or recomputed, for backward: the latter needs less memory, and a second forward pass")
     seed: int = setting(0, "of the first weights, the batches and dropout")
 
     def __post_init__(self):
@@ -37,8 +43,14 @@ class TrainConfig:
         self._require("warmup", self.warmup >= 0, "at least 0")
         self._require("weight_decay", 0 <= self.weight_decay <= LARGEST, "at least 0")
         self._require("dropout", 0 <= self.dropout < 1, "in [0, 1)")
+        self._require("precision", self.precision in PRECISIONS, f"one of {', '.join(map(repr, PRECISIONS))}")
+        self._require("activations", self.activations in ("kept", "recomputed"), "'kept' or 'recomputed'")
         self._require("norm", self.norm in ("pre", "post"), "'pre' or 'post'")
         self._require("heads", self.dim % self.heads == 0, f"a divisor of dim = {self.dim}")
+        self._require("experts", self.experts >= 0, "at least 0")
+        most = self.experts or type(self).experts_per_token
+        self._require("experts_per_token", 1 <= self.experts_per_token <= most, f"from 1 to {most}")
+        self._require("balance", self.balance in ("loss", "bias", "none"), "'loss', 'bias' or 'none'")
 
     def _check_types(self):
         for field in dataclasses.fields(self):
@@ -55,9 +67,10 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values):
-        known = {f.name for f in dataclasses.fields(cls)}
-        if set(values) != known:
-            raise ValueError(f"the configuration has other fields than this version's: {sorted(set(values) ^ known)}")
+        """What an older version did not know yet has its default; ValueError for what this one does not know."""
+        unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"the configuration has other fields than this version's: {sorted(unknown)}")
         return cls(**values)
 
 

@@ -9,31 +9,32 @@ import numpy as np
 from ..serialization import write_atomically
 
 FIELDS = ("step", "learning_rate", "train_loss", "gradient_norm", "validation_loss")
+WITH_EXPERTS = (*FIELDS, "expert_load")         # of the fullest expert of all layers, in units of its fair share
 
 
 class Metrics:
-    """Rows of FIELDS, one a step, kept in memory; what was not measured at a step is NaN here and empty in the file."""
+    """Rows of `fields`, one a step, kept in memory; what was not measured at a step is NaN here and empty in the file."""
 
-    def __init__(self, folder, table=()):
-        """table: what `table()` gave, [N, 5]: a checkpoint holds it, and the files in `folder` are written from it alone."""
-        self.folder = Path(folder)
-        self.rows = np.asarray(table, dtype=np.float64).reshape(-1, len(FIELDS)).tolist()
+    def __init__(self, folder, table=(), fields=FIELDS):
+        """table: what `table()` gave, [N, fields]: a checkpoint holds it, and the files in `folder` are written from it alone."""
+        self.folder, self.fields = Path(folder), fields
+        self.rows = np.asarray(table, dtype=np.float64).reshape(-1, len(fields)).tolist()
 
     def table(self):
-        return np.array(self.rows, dtype=np.float64).reshape(-1, len(FIELDS))
+        return np.array(self.rows, dtype=np.float64).reshape(-1, len(self.fields))
 
     def add(self, **row):
-        self.rows.append([math.nan if row.get(name) is None else float(row[name]) for name in FIELDS])
+        self.rows.append([math.nan if row.get(name) is None else float(row[name]) for name in self.fields])
 
     def column(self, name):
         """(steps, values) where the column is filled."""
-        values = self.table()[:, FIELDS.index(name)]
+        values = self.table()[:, self.fields.index(name)]
         filled = ~np.isnan(values)
         return self.table()[filled, 0].astype(int), values[filled]
 
     def write(self):
         """metrics.csv, every number with all its digits."""
-        lines = [",".join(FIELDS)]
+        lines = [",".join(self.fields)]
         for step, *numbers in self.rows:
             lines.append(",".join([str(int(step)), *("" if math.isnan(v) else repr(v) for v in numbers)]))
         write_atomically(self.folder / "metrics.csv", "\n".join(lines) + "\n")

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import random
+from .. import dtypes, random
+from ..amp import GradScaler, autocast
 from ..autograd import constant
 from ..backend import CPU, get_default_device, module_of, to_device
 from ..backend import device as make_device
 from ..creation import as_tensor
 from ..data import CORPORA, BatchSampler, CharTokenizer, CorpusError, baselines, load_text, require_length, split_train_validation
 from ..models import MiniGPT
+from ..nn.moe import MoE, routings, update_biases
 from ..nn.utils import clip_grad_norm_
 from ..optim import AdamW, decay_groups
 from ..optim.lr_scheduler import LambdaLR, warmup_cosine
@@ -22,10 +24,14 @@ from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .evaluation import evaluate
 from .folder import CHECKPOINT, locked, remove_leftovers
-from .metrics import Metrics
-from .validation import as_json, check_equal, check_metrics, check_moments, check_sizes, check_state, check_weights
+from .metrics import FIELDS, WITH_EXPERTS, Metrics
+from .validation import as_json, check_equal, check_metrics, check_moments, check_scaler, check_sizes, check_state, check_weights
 
+TIED = "lm_head.weight"         # the embedding's, under whose name it is stored
 FINAL_LR = 0.1                  # the cosine ends at this share of the peak
+BALANCE_WEIGHT = 0.01           # of the balance loss of each mixture of experts, beside the loss of the text
+MOST_SKIPPED = 32               # batches in a row: from 2¹⁶ the scale has then gone down to 2⁻¹⁶
+BIAS_RATE = 0.001               # step of the bias of a router, where that keeps the balance
 
 
 class Trainer:
@@ -49,29 +55,67 @@ class Trainer:
         random.manual_seed(config.seed)
         self.model = build_model(config, self.tokenizer.vocab_size).to(self.device)
         self.optimizer = AdamW(decay_groups(self.model, config.weight_decay), lr=config.lr, betas=(0.9, 0.99))
+        self.autocast = autocast(self.device.type, dtypes.as_dtype(config.precision), enabled=config.precision != "float32")
+        self.scaler = GradScaler(self.device.type, enabled=config.precision == "float16")
         self.scheduler = LambdaLR(self.optimizer, lambda step: warmup_cosine(step + 1, config.warmup, config.steps + 1, FINAL_LR))
         self.sampler = BatchSampler(self.train_ids, config.context, config.batch_size, seed=config.seed)
-        self.metrics, self.step, self.random_state = Metrics(self.folder), 0, random.get_rng_state()
+        self.fields = WITH_EXPERTS if config.experts else FIELDS
+        self.metrics, self.step, self.random_state = Metrics(self.folder, fields=self.fields), 0, random.get_rng_state()
+        self.expert_load = None                         # of the last step: that of the fullest expert, in units of its fair share
 
     def baselines(self):
         """{n: nats per token} of the n-gram models on the same split."""
         return baselines(self.train_ids, self.validation_ids, self.tokenizer.vocab_size)
 
     def train_step(self):
-        """One update. Returns (loss, gradient norm before clipping) as numbers."""
+        """One update. Returns (loss, gradient norm before clipping) as numbers.
+
+        With float16 a batch whose gradients overflow is left out, and the scale of the loss halved. It counts nowhere: the schedule,
+        like `step`, counts updates. FloatingPointError where that does not end.
+        """
+        for _ in range(MOST_SKIPPED):
+            loss, norm = self._backward()
+            if self._update(loss, norm):
+                return loss, norm
+        raise FloatingPointError(f"the gradients of {MOST_SKIPPED} batches in a row left the range of float16 after {self.step} steps, the "
+                                 f"last of them with the loss times {self.scaler.get_scale() * 2:g}; the last checkpoint is intact: try a "
+                                 f"smaller --lr, a longer --warmup, or --precision bfloat16")
+
+    def _backward(self):
+        """The gradients of the next batch, clipped. Returns (loss, gradient norm before clipping)."""
         random.set_rng_state(self.random_state)         # whoever drew random numbers since the last step changes nothing here
         inputs, targets = (as_tensor(ids, device=self.device) for ids in self.sampler.next())
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        _, loss = self.model(inputs, targets)
-        loss.backward()
-        loss, norm = loss.item(), clip_grad_norm_(self.model.parameters(), self.config.clip).item()
-        self._check_finite("loss", loss)
-        self._check_finite("gradient norm", norm)
-        self.optimizer.step()
+        with self.autocast, routings() as routed:
+            _, loss = self.model(inputs, targets)
+            minimised = self._with_balance(loss, routed)
+        self.scaler.scale(minimised).backward()
+        self.scaler.unscale_(self.optimizer)
+        return loss.item(), clip_grad_norm_(self.model.parameters(), self.config.clip).item()
+
+    def _update(self, loss, norm):
+        """Moves the weights and the schedule by one step. False, and all stays, where the scaler leaves the step out."""
+        scale = self.scaler.get_scale()
+        if not self.scaler.is_enabled():                # else the scaler looks at the gradients
+            self._check_finite("loss", loss)
+            self._check_finite("gradient norm", norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.random_state = random.get_rng_state()
+        if self.scaler.get_scale() < scale:
+            return False
+        update_biases(self.model)
         self.scheduler.step()
-        self.step, self.random_state = self.step + 1, random.get_rng_state()
-        return loss, norm
+        self.step += 1
+        return True
+
+    def _with_balance(self, loss, routed):
+        """What is minimised: the loss of the text and, where the configuration says so, the balance loss of each mixture of experts."""
+        self.expert_load = max((routing.max_load for routing in routed), default=None)
+        if not routed or self.config.balance != "loss":
+            return loss
+        return loss + BALANCE_WEIGHT * sum(routing.balance_loss() for routing in routed)
 
     def _check_finite(self, name, value):
         """Stops before a NaN reaches the weights, or a checkpoint."""
@@ -99,7 +143,8 @@ class Trainer:
             loss, norm = self.train_step()
             seconds += time.perf_counter() - started
             validation_loss = self.evaluate() if self._evaluation_is_due() else None
-            self.metrics.add(step=self.step, learning_rate=lr, train_loss=loss, gradient_norm=norm, validation_loss=validation_loss)
+            self.metrics.add(step=self.step, learning_rate=lr, train_loss=loss, gradient_norm=norm, validation_loss=validation_loss,
+                             expert_load=self.expert_load)
             stop = should_stop()
             if stop or validation_loss is not None:
                 self.save()
@@ -113,7 +158,7 @@ class Trainer:
         return self.step % self.config.eval_every == 0 or self.step == self.config.steps
 
     def evaluate(self):
-        """Validation loss in nats per token."""
+        """Validation loss in nats per token, in float32: what `tinygrad-tf evaluate` says of the weights, however they were trained."""
         loss = evaluate(self.model, self.validation_ids, self.config.context)
         self._check_finite("validation loss", loss)
         return loss
@@ -122,13 +167,13 @@ class Trainer:
 
     def save(self):
         """The checkpoint, and metrics.csv from the numbers that are also in it."""
-        tensors = {f"model.{k}": to_device(v.array, CPU) for k, v in self.model.named_parameters()}        # a tied weight once
+        tensors = {f"model.{k}": to_device(v.array, CPU) for k, v in self.model.state_dict().items() if k != TIED}
         self._check_finite("weights", sum(float(abs(a).max()) for a in tensors.values()))
         moments, optimizer = split_tensors(self.optimizer.state_dict())
         tensors.update({f"optimizer.{k}": v for k, v in moments.items()}, rng=self.random_state, metrics=self.metrics.table())
         save_checkpoint(self.folder / CHECKPOINT, tensors, {
             "step": self.step, "config": self.config.to_dict(), "tokenizer": self.tokenizer.to_dict(), "optimizer": optimizer,
-            "scheduler": self.scheduler.state_dict(), "sampler": self.sampler.state_dict(),
+            "scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "sampler": self.sampler.state_dict(),
             "sources": self.sources, "text": self.fingerprint})
         self.metrics.write()
 
@@ -150,10 +195,13 @@ class Trainer:
         """Puts a new trainer where the checkpoint's was."""
         check_equal(state["tokenizer"], self.tokenizer.to_dict(), "tokenizer")
         self.step, self.random_state = state["step"], tensors["rng"]
-        check_metrics(tensors["metrics"], self.step)
-        self.metrics = Metrics(self.folder, tensors["metrics"])
+        check_metrics(tensors["metrics"], self.step, self.fields)
+        self.metrics = Metrics(self.folder, tensors["metrics"], self.fields)
         load_weights(self.model, tensors)
         self._load_optimizer(tensors, state)
+        check_scaler(state.get("scaler", {}), self.scaler.state_dict())
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         self.sampler.load_state_dict(state["sampler"])
         random.set_rng_state(self.random_state)
 
@@ -195,8 +243,19 @@ def encode_split(text, tokenizer=None):
 
 
 def build_model(config, vocab_size):
-    return MiniGPT(vocab_size, config.context, config.dim, config.heads, 4 * config.dim, config.layers, config.dropout,
-                   norm_first=config.norm == "pre")
+    model = MiniGPT(vocab_size, config.context, config.dim, config.heads, 4 * config.dim, config.layers, config.dropout,
+                    norm_first=config.norm == "pre", ffn=(lambda: build_experts(config)) if config.experts else None)
+    model.checkpoint_blocks = config.activations == "recomputed"
+    return model
+
+
+def build_experts(config):
+    """The feed-forward network of a block: E times that of a model without experts. With k = 1 a softmax of the chosen would be 1,
+    and teach the router nothing.
+    """
+    return MoE(config.dim, 4 * config.dim, config.experts, config.experts_per_token, ffn="gelu", bias=True, dropout=config.dropout,
+               router="softmax_topk" if config.experts_per_token == 1 else "topk_softmax",
+               bias_rate=BIAS_RATE if config.balance == "bias" else None)
 
 
 def check_record(tensors, state):
@@ -211,7 +270,7 @@ def load_weights(model, tensors):
     """Copies the arrays "model.…" of a checkpoint into a model; the tied head is stored once, under the embedding's name."""
     check_weights(tensors)
     weights = {k.removeprefix("model."): constant(a) for k, a in tensors.items() if k.startswith("model.")}
-    weights["lm_head.weight"] = weights["embedding.token.weight"]
+    weights[TIED] = weights["embedding.token.weight"]
     model.load_state_dict(weights)
 
 

@@ -9,8 +9,6 @@ import reprlib
 
 import numpy as np
 
-from .metrics import FIELDS
-
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")     # what AdamW keeps for each parameter
 _EMBEDDING = "model.embedding.token.weight", "model.embedding.position.weight"
 
@@ -33,6 +31,8 @@ def check_sizes(config, vocab_size, tensors):
         _require(f"the shape of {name}", tensors[name].shape, tensors[name].shape == shape, f"{shape}, as the configuration says")
     blocks = {name.split(".")[2] for name in tensors if name.startswith("model.blocks.")}
     _require("layers", config.layers, config.layers == len(blocks), f"the number of blocks in the file, {len(blocks)}")
+    routed = {len(a) for name, a in tensors.items() if name.endswith(".router.weight") and a.ndim}
+    _require("experts", config.experts, routed == {config.experts} - {0}, f"those that the routers in the file know, {sorted(routed)}")
 
 
 def check_weights(tensors):
@@ -51,12 +51,19 @@ def check_moments(tensors, step, params):
         _require_floats(name, tensors[name], valid[name.rpartition(".")[2]])
 
 
-def check_metrics(table, step):
+def check_metrics(table, step, fields):
     """Rows of steps that were made, in their order; a number that was not measured is NaN."""
-    _require("the shape of metrics", table.shape, table.ndim == 2 and table.shape[1] == len(FIELDS), f"[N, {len(FIELDS)}]")
+    _require("the shape of metrics", table.shape, table.ndim == 2 and table.shape[1] == len(fields), f"[N, {len(fields)}]")
     _require_floats("metrics", table, lambda a: ~np.isinf(a))
     steps = table[:, 0]
     _require("the steps in metrics", steps, (np.diff(steps, prepend=0) > 0).all() and (steps <= step).all(), f"rising to at most {step}")
+
+
+def check_scaler(found, new):
+    """{} without a GradScaler, also in files of versions that had none; else as a new one's, but for what moves: it checks that itself."""
+    moving = "scale", "_growth_tracker"
+    _require("scaler", found, type(found) is dict and found.keys() == new.keys(), f"a record of {sorted(new)}")
+    check_equal({k: v for k, v in found.items() if k not in moving}, {k: v for k, v in new.items() if k not in moving}, "scaler")
 
 
 def check_equal(found, expected, name):
