@@ -1020,13 +1020,14 @@ def test_memory_is_flat_over_training_steps():
     tracemalloc.start()
     try:
         figures = []
-        for _ in range(2):
+        for _ in range(4):
             small_training(0, steps=200)
             figures.append((live(), tracemalloc.get_traced_memory()[0]))
     finally:
         tracemalloc.stop()
-    (tensors, traced), (later_tensors, later_traced) = figures
-    assert later_tensors == tensors and abs(later_traced - traced) < 1000
+    tensors, traced = zip(*figures)
+    growth = np.diff(traced)                    # a leak comes back every time; a table of the interpreter that grows does not
+    assert len(set(tensors)) == 1 and growth.min() < 1000, figures
 
 
 # --- programs with views and in-place writes, beside PyTorch ---------------------------------------------------------
