@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arguments import whole_number
 from .pretokenizers import require_pattern, words
-from .tokenizers import SPECIAL_TOKENS, Tokenizer, encoded, ids_of_roles, require_entries, require_names
+from .tokenizers import SPECIAL_TOKENS, OfBytes, encoded, ids_of_roles, require_entries, require_names
 
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTES = (*_PRINTED, *(b for b in range(256) if b not in _PRINTED))             # in GPT-2's order
@@ -24,7 +24,7 @@ _BYTE_OF = {character: b for b, character in ALPHABET.items()}
 _CACHED_WORDS, _CACHED_LENGTH = 1 << 16, 64                                     # no more words are kept, and no longer ones
 
 
-class BPETokenizer(Tokenizer):
+class BPETokenizer(OfBytes):
     """Subwords of bytes.    trained here: ids 0 to 3 <pad> <bos> <eos> <unk>;  4 to 259 the bytes;  then what was merged
 
     Every text has ids, and they give it back. A tokenizer from a file of others keeps the ids it has there. (guide 15.1)
@@ -126,18 +126,6 @@ class BPETokenizer(Tokenizer):
         if self.ignore_merges and word in self.ids:
             return [self.ids[word]]
         return Word([self.byte_ids[b] for b in word], self.merges).ids()
-
-    def decode_bytes(self, ids, skip_special=True):
-        """ids: integers [N] -> bytes, which need not end with a whole character; special tokens as in `decode`."""
-        return b"".join(self.pieces(ids, skip_special))
-
-    def decode(self, ids, skip_special=True):
-        """ids: integers [N] -> str; bytes that are no UTF-8, as those of half a character, become U+FFFD.
-
-        Special tokens are left out, or written by name with skip_special=False. Raises TypeError for ids that are no
-        integers, IndexError for ids outside 0 to vocab_size - 1.
-        """
-        return self.decode_bytes(ids, skip_special).decode("utf-8", errors="replace")
 
     # --- how a word came apart ----------------------------------------------------------------------------------------------
 

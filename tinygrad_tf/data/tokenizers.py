@@ -180,18 +180,8 @@ class CharTokenizer(Tokenizer):
         return "".join(self.pieces(ids, skip_special))
 
 
-class ByteTokenizer(Tokenizer):
-    """One token per byte of UTF-8.    ids 0 to 3: <pad> <bos> <eos> <unk>;  id 4 + b: the byte b, 0 to 255
-
-    Every text has ids and nothing is <unk>; outside ASCII a character is two to four tokens. (guide 15.1)
-    """
-
-    kind = "byte"
-    tokens = (*(name.encode("ascii") for name in SPECIAL_TOKENS), *(bytes([b]) for b in range(256)))
-
-    def text_ids(self, text, strict=False, start=0):
-        """text: str of N bytes in UTF-8 -> int64 ids [N]; each byte has one."""
-        return np.frombuffer(encoded(text, "utf-8"), dtype=np.uint8).astype(np.int64) + len(SPECIAL_TOKENS)
+class OfBytes(Tokenizer):
+    """Tokenizers whose tokens are bytes: a character may lie across two of them."""
 
     def decode_bytes(self, ids, skip_special=True):
         """ids: integers [N] -> bytes, which need not end with a whole character; special tokens as in `decode`."""
@@ -204,6 +194,20 @@ class ByteTokenizer(Tokenizer):
         integers, IndexError for ids outside 0 to vocab_size - 1.
         """
         return self.decode_bytes(ids, skip_special).decode("utf-8", errors="replace")
+
+
+class ByteTokenizer(OfBytes):
+    """One token per byte of UTF-8.    ids 0 to 3: <pad> <bos> <eos> <unk>;  id 4 + b: the byte b, 0 to 255
+
+    Every text has ids and nothing is <unk>; outside ASCII a character is two to four tokens. (guide 15.1)
+    """
+
+    kind = "byte"
+    tokens = (*(name.encode("ascii") for name in SPECIAL_TOKENS), *(bytes([b]) for b in range(256)))
+
+    def text_ids(self, text, strict=False, start=0):
+        """text: str of N bytes in UTF-8 -> int64 ids [N]; each byte has one."""
+        return np.frombuffer(encoded(text, "utf-8"), dtype=np.uint8).astype(np.int64) + len(SPECIAL_TOKENS)
 
 
 def ids_of_roles(special_tokens):
