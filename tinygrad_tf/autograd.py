@@ -194,7 +194,11 @@ def _cast(x, dtype):
 
 def without_autocast(function, *args, **kwargs):
     """function(…) with autocast off."""
-    return _with_casting({}, casting.casts, function, args, kwargs) if casting.dtypes else function(*args, **kwargs)
+    before, casting.dtypes = casting.dtypes, {}
+    try:
+        return function(*args, **kwargs)
+    finally:
+        casting.dtypes = before
 
 
 def autocast_of_now():
@@ -209,15 +213,6 @@ def autocast_of_now():
         finally:
             vars(casting).update(before)
     return run
-
-
-def _with_casting(dtypes, casts, function, args, kwargs):
-    before = casting.dtypes, casting.casts
-    casting.dtypes, casting.casts = dtypes, casts
-    try:
-        return function(*args, **kwargs)
-    finally:
-        casting.dtypes, casting.casts = before
 
 
 def under_autocast(how):

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from ..arguments import whole_number
+from ..autograd import IGNORED  # the target that takes no part in the loss: `F.cross_entropy` leaves it out
 from ..creation import as_tensor
 from ..nn.positions import count_positions
 from ..tensor import Tensor
 from .tokenizers import as_ids
 
-IGNORED = -100                      # the target that takes no part in the loss: `F.cross_entropy` leaves it out
 SIDES = ("left", "right")
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arguments import whole_number
+from ..autograd import IGNORED
 from ..creation import as_tensor
-from .collate import IGNORED, LMBatch, checked_sequences
+from .collate import LMBatch, checked_sequences
 
 ORDERS = ("decreasing", "given")
 TOO_LONG = ("split", "raise")

@@ -52,8 +52,8 @@ class Path:
     def __init__(self, model):
         self.changes, self.parameters = changes(), list(model.parameters())
         self.arrays = [p.array for p in self.parameters]
-        known = type(model) in (MiniGPT, Decoder) and _are_known([model])
-        self.logits = _logits(model) if known and isinstance(self.arrays[0], np.ndarray) and self.arrays[0].dtype.char in "fd" else None
+        on_host = isinstance(self.arrays[0], np.ndarray) and self.arrays[0].dtype.char in "fd"
+        self.logits = _logits(model) if on_host and _are_known([model]) else None
 
     def holds(self):
         """Whether nothing was changed since: no module, no class, and no parameter got another array."""
@@ -75,15 +75,16 @@ def serves(model, cache):
 
     Where the cache is of another depth or dtype than the model, the forward pass has the words for it.
     """
-    patched = not all(map(is_, map(forward_of, CLASSES), FORWARDS))
-    if patched or is_observed() or casting.dtypes or forced_backend() is not None or path_of(model).logits is None:
+    if type(model) not in (MiniGPT, Decoder) or is_observed() or casting.dtypes or forced_backend() is not None:
+        return False
+    if not all(map(is_, map(forward_of, CLASSES), FORWARDS)) or path_of(model).logits is None:
         return False
     layers = cache.layers
     return len(layers) == len(model.blocks) and layers[0].like is not None and layers[0].like[0][1] == model.lm_head.weight.array.dtype
 
 
 def _are_known(modules):
-    """Of these, and all below them. This is asked at every token, and so without a call for each."""
+    """Whether these are, and all below them."""
     while modules:
         module = modules.pop()
         state, kind = module.__dict__, type(module)

@@ -11,6 +11,7 @@ from .awq import awq
 from .calibration import collect
 from .gptq import gptq
 from .linear import INT4, QuantizedLinear, round_to_nearest
+from .modules import is_kept, kept_names, replaced
 
 METHODS = {"rtn": lambda weight, scheme, statistics, name: round_to_nearest(weight, scheme, name), "awq": awq, "gptq": gptq}
 CALIBRATED = ("awq", "gptq")
@@ -59,34 +60,15 @@ def _check(model, scheme, method, calibration):
 
 def linears(model, keep=()):
     """{name: layer} of the Linears that can be quantised."""
-    kept, shared = _kept(model, keep), _tied(model)
+    kept, shared = kept_names("quantize_model", model, keep), _tied(model)
     return {name: module for name, module in model.named_modules() if type(module) is Linear and id(module.weight) not in shared
-            and not any(name == path or name.startswith(path + ".") for path in kept)}
-
-
-def _kept(model, keep):
-    if isinstance(keep, str):
-        raise TypeError(f"quantize_model: keep must be a list of names, got {keep!r}; write [{keep!r}]")
-    there = dict(model.named_modules(remove_duplicate=False))
-    for name in keep:
-        if name not in there:
-            raise ValueError(f"quantize_model: keep names {name!r}, and {type(model).__name__} has no module of that name")
-    return tuple(keep)
+            and not is_kept(name, kept)}
 
 
 def _tied(model):
     """The ids of the parameters that several modules hold."""
     held = Counter(id(p) for module in model.modules() for p in module.__dict__["_parameters"].values())
     return {key for key, times in held.items() if times > 1}
-
-
-def replaced(model, new):
-    """The model with {id of a module: another} in the places of these, wherever they stand; the model itself may be one."""
-    for module in list(model.modules()):
-        for name, child in module.__dict__["_modules"].items():
-            if id(child) in new:
-                setattr(module, name, new[id(child)])
-    return new.get(id(model), model)
 
 
 def quantized_linears(model):

@@ -11,6 +11,7 @@ from ..arguments import described
 from ..autograd import no_grad
 from ..nn import functional as F
 from ..ops.quantize import Scheme, fake_quantize, limits, parts_shape, scale_and_zero
+from .modules import is_kept, kept_names, replaced
 from .observers import MovingAverageMinMaxObserver, Observer
 
 
@@ -79,9 +80,9 @@ def prepare_qat(model, scheme, activations=None, *, limits_of=limits, scale_dtyp
     """
     _check_arguments(model, scheme, activations, limits_of)
     model = model if inplace else copy.deepcopy(model)
-    found = _found(model, ROUNDED, _kept(model, keep))
+    found = _found(model, ROUNDED, kept_names("prepare_qat", model, keep))
     _check_weights(model, found, scheme)
-    return _replaced(model, found, lambda layer: _as_rounded(layer, scheme, activations, limits_of, scale_dtype))
+    return replaced(model, {id(layer): _as_rounded(layer, scheme, activations, limits_of, scale_dtype) for layer in found.values()})
 
 
 def convert(model, inplace=False):
@@ -97,7 +98,7 @@ def convert(model, inplace=False):
     with no_grad():
         for layer in rounded.values():
             layer.weight.copy_(layer.rounded_weight())
-    return _replaced(model, found, _as_plain)
+    return replaced(model, {id(layer): _as_plain(layer) for layer in found.values()})
 
 
 def _as_rounded(layer, scheme, activations, limits_of, scale_dtype):
@@ -131,18 +132,7 @@ def _twin(layer, cls):
 def _found(model, kinds, kept):
     """{dotted name: layer} of the layers of these kinds, one with several names under each."""
     return {path: module for path, module in model.named_modules(remove_duplicate=False)
-            if type(module) in kinds and not any(path == name or path.startswith(name + ".") for name in kept)}
-
-
-def _replaced(model, found, made):
-    """The model with made(layer) in the place of each layer found; a layer with several names stays one."""
-    new = {id(layer): made(layer) for layer in found.values()}
-    for path, layer in found.items():
-        if not path:
-            return new[id(layer)]
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, new[id(layer)])
-    return model
+            if type(module) in kinds and not is_kept(path, kept)}
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -156,16 +146,6 @@ def _check_arguments(model, scheme, activations, limits_of):
         raise TypeError(f"prepare_qat: activations must be None, a Scheme or an Observer, got {described(activations)}")
     if not callable(limits_of):
         raise TypeError(f"prepare_qat: limits_of must be a function of an array and a scheme, got {described(limits_of)}")
-
-
-def _kept(model, keep):
-    if isinstance(keep, str):
-        raise TypeError(f"prepare_qat: keep must be a list of names, got {keep!r}; write [{keep!r}]")
-    keep, there = tuple(keep), dict(model.named_modules(remove_duplicate=False))
-    for name in keep:
-        if name not in there:
-            raise ValueError(f"prepare_qat: keep names {name!r}, and {type(model).__name__} has no module of that name")
-    return keep
 
 
 def _check_weights(model, found, scheme):

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arguments import described
+from ..autograd import IGNORED
 from ..creation import as_tensor
 from ..data import LMBatch, evaluation_batches, make_lm_batch
-from ..data.collate import IGNORED
 from ..generation import Sampler, complete, inference
 from ..models.common import device_of_model
 from ..nn import functional as F

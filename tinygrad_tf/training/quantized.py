@@ -5,22 +5,22 @@ import time
 import numpy as np
 
 from ..autograd import constant
-from ..backend import CPU, get_default_device, module_of, to_device
 from ..backend import device as make_device
+from ..backend import get_default_device, module_of
 from ..creation import zeros
 from ..data import BatchSampler
 from ..generation import stream
 from ..models.common import device_of_model
 from ..ops.quantize import Scheme
 from ..quantization.linear import QuantizedLinear
-from ..quantization.model import METHODS, quantized_linears, replaced
+from ..quantization.model import METHODS, quantized_linears
+from ..quantization.modules import replaced
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .trainer import CharTokenizer, build_model, fitting
+from .trainer import TIED, CharTokenizer, build_model, fitting, stored_weights
 from .validation import check_sizes
 
 KIND = "quantized weights"
-TIED = "lm_head.weight", "embedding.token.weight"           # one tensor, stored once under the second name
 
 
 def variants(scheme, method="rtn"):
@@ -55,11 +55,10 @@ def save_quantized(path, model, state):
     layers = quantized_linears(model)
     if not layers:
         raise ValueError(f"save_quantized: {type(model).__name__} has no QuantizedLinear; make them with quantize_model")
-    tensors = {f"model.{k}": to_device(t.array, CPU) for k, t in model.state_dict().items() if k != TIED[0]}
     kinds = {name: {"scheme": dataclasses.asdict(layer.scheme), "input_scale": layer.input_scale is not None}
              for name, layer in layers.items()}
     of_run = {key: state[key] for key in ("config", "tokenizer", "sources", "step")}
-    save_checkpoint(path, tensors, {"kind": KIND, "layers": kinds, **of_run})
+    save_checkpoint(path, stored_weights(model), {"kind": KIND, "layers": kinds, **of_run})
 
 
 def load_quantized(path, device=None):
@@ -89,7 +88,7 @@ def with_quantized_layers(model, layers):
 
 def _load(model, arrays):
     """Copies the arrays into the model, when each is of the type that belongs there, and finite."""
-    arrays[TIED[0]] = arrays[TIED[1]]
+    arrays[TIED] = arrays["embedding.token.weight"]
     for name, tensor in model.state_dict().items():
         array = arrays[name]
         if array.dtype != tensor.dtype.numpy or not np.isfinite(array).all():

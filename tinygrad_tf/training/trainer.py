@@ -167,7 +167,7 @@ class Trainer:
 
     def save(self):
         """The checkpoint, and metrics.csv from the numbers that are also in it."""
-        tensors = {f"model.{k}": to_device(v.array, CPU) for k, v in self.model.state_dict().items() if k != TIED}
+        tensors = stored_weights(self.model)
         self._check_finite("weights", sum(float(abs(a).max()) for a in tensors.values()))
         moments, optimizer = split_tensors(self.optimizer.state_dict())
         tensors.update({f"optimizer.{k}": v for k, v in moments.items()}, rng=self.random_state, metrics=self.metrics.table())
@@ -264,6 +264,11 @@ def check_record(tensors, state):
     config, tokenizer = TrainConfig.from_dict(state["config"]), CharTokenizer.from_dict(state["tokenizer"])
     check_sizes(config, tokenizer.vocab_size, tensors)
     return config, tokenizer
+
+
+def stored_weights(model):
+    """{"model.…": NumPy array} of all parameters and buffers; the tied head is left out."""
+    return {f"model.{k}": to_device(v.array, CPU) for k, v in model.state_dict().items() if k != TIED}
 
 
 def load_weights(model, tensors):
