@@ -1026,8 +1026,8 @@ def test_memory_is_flat_over_training_steps():
     finally:
         tracemalloc.stop()
     tensors, traced = zip(*figures)
-    growth = np.diff(traced)                    # a leak comes back every time; a table of the interpreter that grows does not
-    assert len(set(tensors)) == 1 and growth.min() < 1000, figures
+    growth = np.diff(traced)                    # a leak comes back every time; what another thread, or the interpreter, takes once does not
+    assert len(set(tensors)) == 1 and abs(growth).min() < 1000, figures
 
 
 # --- programs with views and in-place writes, beside PyTorch ---------------------------------------------------------
