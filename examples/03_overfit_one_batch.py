@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tinygrad_tf as torch
 from tinygrad_tf.models import MiniGPT
+from tinygrad_tf.training import overfit_one_batch
 
 PYTORCH = {0: 4.617, 10: 3.7330, 50: 1.1172, 100: 0.1074, 199: 0.0200}        # step: loss before that update
 
@@ -29,14 +30,8 @@ inputs, targets = full_tokens[:, :-1], full_tokens[:, 1:]                      #
 print(f"inputs [B, T] = {list(inputs.shape)}   targets [B, T] = {list(targets.shape)}   logits [B, T, V_vocab] = "
       f"{list(model(inputs)[0].shape)}   parameters: {sum(p.numel() for p in model.parameters()):,}")
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-losses = []
-for _ in range(steps):
-    optimizer.zero_grad()
-    logits, loss = model(inputs, targets)
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+result = overfit_one_batch(model, (inputs, targets), steps, lr=3e-3)            # AdamW on a copy: the loop of chapter 13
+losses = result.losses
 
 print("\nstep   loss    PyTorch")
 for step, expected in PYTORCH.items():
@@ -45,7 +40,8 @@ for step, expected in PYTORCH.items():
         assert math.isclose(losses[step], expected, rel_tol=5e-3), f"{losses[step]} at step {step}, expected {expected}"
 assert abs(losses[0] - math.log(V_vocab)) < 0.1
 
-predicted = model(inputs)[0].argmax(dim=-1)
+assert result.learnt
+predicted = result.model(inputs)[0].argmax(dim=-1)
 right = (predicted == targets).float().mean().item()
 print(f"\nIt now knows {right:.0%} of the {targets.numel()} tokens by heart.")
 assert right == 1

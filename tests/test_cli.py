@@ -19,6 +19,8 @@ from tinygrad_tf.data import SHAKESPEARE_COMMAND
 from tinygrad_tf.training import Trainer, load_checkpoint, save_checkpoint
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and streams")
+FILES = ["best.safetensors", "checkpoint-000003.safetensors", "checkpoint.safetensors", "config.toml", "loss.png", "metrics.csv",
+         "metrics.jsonl", "monitor.png", "sample.txt", "speed.csv"]
 TRAIN = ["train", "--text", "text.txt", *runs.TINY_FLAGS, "--steps", "6", "--eval-every", "3"]
 
 
@@ -64,11 +66,11 @@ def refused(monkeypatch, capsys, request):
 
 def test_train_writes_and_says_everything(trained):
     run, out = trained / "runs" / "minigpt", (trained / "stdout").read_text()
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoint.safetensors", "loss.png", "metrics.csv", "sample.txt"]
+    assert sorted(path.name for path in run.iterdir()) == FILES
     rows = (run / "metrics.csv").read_text().splitlines()
-    assert rows[0] == "step,learning_rate,train_loss,gradient_norm,validation_loss"
+    assert rows[0].startswith("step,learning_rate,train_loss,gradient_norm,validation_loss,gradient_norm/")
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3", "4", "5", "6"]
-    assert [row.split(",")[0] for row in rows[1:] if not row.endswith(",")] == ["3", "6"]
+    assert [row.split(",")[0] for row in rows[1:] if row.split(",")[4]] == ["3", "6"]
     from matplotlib.image import imread
     assert imread(run / "loss.png").std() > 0.05
     sample = (run / "sample.txt").read_text()
@@ -79,13 +81,14 @@ def test_train_writes_and_says_everything(trained):
 def test_train_prints_the_baselines_beside_the_loss(trained):
     trainer = Trainer.resume(trained / "runs" / "minigpt")
     out = (trained / "stdout").read_text()
-    table = {name: (float(nats), float(perplexity)) for name, nats, perplexity
-             in re.findall(r"^  (\d-gram baseline|MiniGPT, validation) +([\d.]+) +([\d.]+)$", out, re.M)}
+    table = {name: (float(nats), float(perplexity), float(bits)) for name, nats, perplexity, bits
+             in re.findall(r"^  (\d-gram baseline|MiniGPT, validation) +([\d.]+) +([\d.]+) +([\d.]+)$", out, re.M)}
     loss = trainer.metrics.column("validation_loss")[1][-1]
     expected = {f"{n}-gram baseline": nats for n, nats in trainer.baselines().items()} | {"MiniGPT, validation": loss}
-    assert {name: nats for name, (nats, _) in table.items()} == pytest.approx(expected, abs=1e-4)
-    for nats, perplexity in table.values():
+    assert {name: nats for name, (nats, *_) in table.items()} == pytest.approx(expected, abs=1e-4)
+    for nats, perplexity, bits in table.values():
         assert perplexity == pytest.approx(2.718281828 ** nats, abs=2e-3)
+        assert bits == pytest.approx(nats / 0.693147, abs=2e-4)         # all characters of this text are of one byte
     assert len(re.findall(r"^step +\d+ .*training loss [\d.]+ +validation loss [\d.]+ +[\d,]+ tokens/s$", out, re.M)) == 2
 
 
@@ -216,7 +219,7 @@ def test_presets(monkeypatch):
     (["generate", "--prefill-chunk", "0"], ["prefill_chunk"]), (["generate", "--at-limit", "go"], ["--at-limit"]),
     (["generate", "--draft", "nowhere"], ["no checkpoint", "nowhere"]),
     (["generate", "--draft", "runs/minigpt"], ["--draft runs/minigpt is the run that is to write", "--run"]),
-    (["generate", "--beams", "2", "--prompt", "the " * 99], ["--beams cannot slide", "396 characters"]),
+    (["generate", "--beams", "2", "--prompt", "the " * 99], ["--beams cannot slide", "396 tokens"]),
     (["generate", "--draft", "ngram", "--draft-tokens", "0"], ["k must"]),
     (["generate", "--beams", "0"], ["num_beams"]), (["generate", "--beams", "2", "--draft", "ngram"], ["--beams", "--draft"]),
     (["generate", "--beams", "2", "--stop", "x"], ["--beams", "--stop"]),
@@ -335,7 +338,8 @@ def test_an_edited_checkpoint(trained, tmp_path, refused, edit):
 @pytest.mark.parametrize("rows", [[], [[2.0, np.nan, np.nan, np.nan, 1.0]]], ids=["no metrics", "an early loss only"])
 def test_a_complete_run_without_metrics_is_evaluated(trained, tmp_path, monkeypatch, capsys, rows):
     tensors, state = load_checkpoint(trained / "runs/minigpt/checkpoint.safetensors")
-    save_checkpoint(tmp_path / "checkpoint.safetensors", {**tensors, "metrics": np.array(rows, float).reshape(-1, 5)}, state)
+    save_checkpoint(tmp_path / "checkpoint.safetensors", {**tensors, "metrics": np.array(rows, float).reshape(-1, 5)},
+                    {**state, "fields": state["fields"][:5]})
     status, out, error = inside(tmp_path, "train", "--resume", ".", monkeypatch=monkeypatch, capsys=capsys)
     line = re.search("MiniGPT, validation.*", (trained / "stdout").read_text())[0]
     assert status == 0 and line in out and "Traceback" not in error
@@ -522,10 +526,13 @@ def test_a_second_process_in_the_folder_is_refused(folder, uninterrupted, refuse
     try:
         refused(folder, ["train", "--resume", "run"], "run: another process trains in this folder")
         refused(folder, [*LONG, "--out", "run"], "already holds a run")
-        (folder / "run/checkpoint.safetensors").rename(folder / "aside")
+        (folder / "aside").mkdir()
+        for path in (folder / "run").glob("*.safetensors"):
+            path.rename(folder / "aside" / path.name)
         status = runs.command(*LONG, "--out", "run", cwd=folder)
         runs.assert_one_sentence(status, "run: another process trains in this folder")
-        (folder / "aside").rename(folder / "run/checkpoint.safetensors")
+        for path in (folder / "aside").iterdir():
+            path.rename(folder / "run" / path.name)
     finally:
         process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=60)[1] == b"" and process.returncode == 0

@@ -12,7 +12,7 @@ from tinygrad_tf.quantization import INT4, Scheme, quantize_model, quantized_lin
 from tinygrad_tf.training import Trainer, load_checkpoint, save_checkpoint
 from tinygrad_tf.training.checkpoint import CheckpointError
 from tinygrad_tf.training.quantized import calibration_batch, load_quantized, save_quantized, title, variants, write_speed
-from tinygrad_tf.training.trainer import load_model
+from tinygrad_tf.training.state import load_model
 
 MODELS = ["float32", "int8, per tensor, rtn", "int8, per channel, rtn",
           *(f"int{bits}, groups of 8, {method}" for bits in (4, 3, 2) for method in ("rtn", "awq", "gptq"))]
@@ -46,7 +46,7 @@ def test_the_table_has_all_ways_and_their_measures(command):
     assert "perplexity" in lines[0] and set(lines[1]) <= set("|-: ")
     assert all(re.search(r"\| +\d+\.\d{4} ± \d+\.\d{4} \| +[+-]\d\.\d{4} ± \d\.\d{4} \|", line) for line in lines[2:-2])
     assert lines[-1].startswith("Smaller is not faster by itself: int2, groups of 8")
-    assert "making int4, groups of 8, gptq" in error and "measuring on 61 held-out characters" in error
+    assert "making int4, groups of 8, gptq" in error and "measuring on 61 held-out tokens" in error
 
 
 @pytest.mark.host("the same table with a row more; on a device: the one above")

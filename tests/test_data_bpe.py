@@ -228,7 +228,7 @@ def test_ids_that_are_none_are_refused(ids, error):
     (dict(vocab_size=259), ValueError, "vocab_size must be at least 260, got 259"),
     (dict(vocab_size=300.0), TypeError, "vocab_size must be a whole number"),
     (dict(vocab_size=300, min_frequency=0), ValueError, "min_frequency must be at least 1"),
-    (dict(vocab_size=300, pattern="gpt3"), ValueError, "pattern must be one of gpt2, llama3, got 'gpt3'")])
+    (dict(vocab_size=300, pattern="gpt3"), ValueError, "pattern must be one of gpt2, llama3, qwen2, smollm, got 'gpt3'")])
 def test_training_says_what_it_takes(options, error, message):
     with pytest.raises(error, match=message):
         BPETokenizer.train("a text", **options)

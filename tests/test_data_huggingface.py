@@ -182,6 +182,8 @@ LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     (BPE, "pre_tokenizer", {"type": "Sequence", "pretokenizers": [{**SPLIT, "pattern": {"Regex": "(a+)+b"}}, LEVEL]}, "Split with pattern"),
     (BPE, "pre_tokenizer", {"type": "Sequence", "pretokenizers": [{**SPLIT, "behavior": "Removed"}, LEVEL]}, "behavior = 'Removed'"),
     (BPE, "pre_tokenizer", {"type": "Sequence", "pretokenizers": [SPLIT, {**LEVEL, "use_regex": True}]}, "use_regex = True"),
+    (BPE, "pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, LEVEL]}, "individual_digits = None"),
+    (BPE, "pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, LEVEL]}, "use_regex = F"),
     (BPE, "model.dropout", 0.1, "dropout = 0.1 is not supported"), (BPE, "model.byte_fallback", True, "byte_fallback"),
     (BPE, "model.end_of_word_suffix", "</w>", "end_of_word_suffix = '</w>'"), (BPE, "model.continuing_subword_prefix", "##", "prefix"),
     (BPE, "model.merges", [["a"]], "two tokens"), (BPE, "model.merges", ["a é"], "none"), (BPE, "model.merges", {}, "merges"),
@@ -205,12 +207,14 @@ def test_what_is_not_supported_is_named_in_a_sentence(tmp_path, content, path, v
     assert "tokenizer.json is no tokenizer that is supported here: " in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_bytes_that_are_missing_need_an_unknown_token_in_the_file(tmp_path):
+def test_bytes_that_are_missing_are_the_unknown_token_of_the_file_or_left_out(tmp_path):
     small = BPETokenizer([b"<unk>", *(bytes([b]) for b in range(97, 123))], [], {"<unk>": 0})
     tokenizer = load_huggingface(saved(tmp_path, bpe_file(small, unk_token="<unk>")))
     assert tokenizer.encode("aéb").tolist() == [1, 0, 0, 2]
-    with pytest.raises(ValueError, match="the unknown token None is not supported"):
-        load_huggingface(saved(tmp_path, bpe_file(small)))
+    without = load_huggingface(saved(tmp_path, bpe_file(small)))                        # without one, they get no id
+    assert without.encode("aéb").tolist() == [1, 2]
+    with pytest.raises(ValueError, match="pass errors=\"unk\" to leave them out"):
+        without.encode("aéb", errors="strict")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "null", "[]", "7", '"BPE"', "{}"])
@@ -346,6 +350,25 @@ def test_files_of_the_package_tokenizers_without_some_bytes(tmp_path):
     theirs.train_from_iterator(["the cat sat"], hf.trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>"], show_progress=False))
     theirs.save(str(tmp_path / "tokenizer.json"))
     assert load_huggingface(tmp_path).encode("the caté 🙂").tolist() == theirs.encode("the caté 🙂").ids
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["unk_token"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    without = hf.Tokenizer.from_str(json.dumps(content))
+    assert load_huggingface(tmp_path).encode("tzhe cazt 🙂").tolist() == without.encode("tzhe cazt 🙂").ids
+
+
+def test_files_of_the_package_tokenizers_smollm(tmp_path):
+    hf = pytest.importorskip("tokenizers")
+    level = hf.pre_tokenizers.ByteLevel
+    theirs = hf.Tokenizer(hf.models.BPE())
+    theirs.pre_tokenizer = hf.pre_tokenizers.Sequence([hf.pre_tokenizers.Digits(individual_digits=True), level(add_prefix_space=False)])
+    theirs.decoder = hf.decoders.ByteLevel()
+    theirs.train_from_iterator([TEXT], hf.trainers.BpeTrainer(vocab_size=600, initial_alphabet=level.alphabet(), show_progress=False))
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = load_huggingface(tmp_path)
+    assert ours.pattern == "smollm"
+    for text in (TEXT, *ODD, "in  2024\n\n 12½ x²"):
+        assert ours.encode(text).tolist() == theirs.encode(text).ids
 
 
 def test_files_of_the_package_tokenizers_llama3(tmp_path):

@@ -23,7 +23,7 @@ from tinygrad_tf.models import Decoder, Encoder, EncoderClassifier, EncoderDecod
 from tinygrad_tf.nn import functional as F
 from tinygrad_tf.optim import SGD, Adam, AdamW, decay_groups
 from tinygrad_tf.training import Trainer, evaluate, load_checkpoint
-from tinygrad_tf.training.trainer import load_model
+from tinygrad_tf.training.state import load_model
 
 pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed: the stand-in runs fused kernels with it"),
               pytest.mark.usefixtures("gpu")]
@@ -529,7 +529,9 @@ def test_a_run_of_the_suite_on_a_gpu_that_is_not_there_ends_in_one_sentence(miss
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 NEEDS = {"07_digits_encoder.py": "sklearn", "09_dates_encoder_decoder.py": "babel"}
 HOST_ONLY = {"12_cuda_kernel_on_cpu.py": "it is about the CPU", "22_gradient_checkpointing.py": "it measures the memory of the host",
-             "23_byte_pair_encoding.py": "text and ids, and no tensor"}
+             "23_byte_pair_encoding.py": "text and ids, and no tensor",
+             "28_chat_model.py": "half a gigabyte of weights; tests/test_pretrained.py has its family on devices",
+             "26_doctor.py": "hundreds of passes: tests/test_doctor.py runs each check on a device"}
 ON_STAND_IN = """
 import runpy, sys
 import strict_cupy

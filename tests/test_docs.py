@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md")) + [page for page in (ROOT / "CONTRIBUTING.md", ROOT / "README.md") if page.exists()]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE = re.compile(r"\.(py|md|cfg|toml|npz|png|txt|csv|safetensors|json|sh)$")
+FILE = re.compile(r"\.(py|md|cfg|toml|npz|png|txt|csv|safetensors|jsonl?|sh)$")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 

@@ -30,6 +30,7 @@ from types import ModuleType as _ModuleType
 
 from . import backend, dtypes, random
 from ._version import __version__
+from .anomaly import is_anomaly_check_nan_enabled, is_anomaly_enabled
 from .arguments import absent, publish
 from .autograd import Function, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled
 from .backend import device, get_default_device, set_default_device

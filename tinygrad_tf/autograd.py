@@ -40,6 +40,7 @@ class _Mode(threading.local):
     def __init__(self):
         self.enabled, self.before = True, []    # `before`: the modes to return to, one for each open context
         self.observers = ()                     # who is told of every operation of this thread: see `observing`
+        self.step = None                        # what backward does at a node instead of `node_backward`: see anomaly.py
 
 
 _mode = _Mode()
@@ -458,6 +459,7 @@ def _walk(root, gradient, retain_graph):
     if root.node is None:
         return _accumulate(root, dy, mine=False)
     root.check_history()
+    step = _mode.step or node_backward
     waiting = {root.node.id: [root.node, dy, False]}        # id → node, its gradient so far, is that memory ours to write into?
     hooked = {}                                             # the same for leaves with hooks: these see the whole gradient, once
     heap = [-root.node.id]
@@ -465,7 +467,7 @@ def _walk(root, gradient, retain_graph):
         node, dy, _ = waiting.pop(-heapq.heappop(heap))
         if node.hooks or node.retained:
             dy = _show(node, dy)
-        gradients = beside(dy, node_backward, node, dy)
+        gradients = beside(dy, step, node, dy)
         for source, g in zip(node.inputs, gradients):
             if g is None:
                 continue

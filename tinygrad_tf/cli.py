@@ -1,20 +1,22 @@
-"""The command line: `tinygrad-tf train`, `generate`, `evaluate`, `quantize`; the same as `python -m tinygrad_tf …`.
+"""The command line: `tinygrad-tf train`, `generate`, `evaluate`, `quantize`, `doctor`, `chat`, `embed`; `python -m tinygrad_tf …` too.
 
 What a user can get wrong ends in one sentence on standard error and exit status 2; Ctrl-C ends with 130.
 """
 import argparse
 import dataclasses
 import importlib.util
+import math
 import os
 import shlex
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 from . import __version__, dtypes
 from .backend import device, get_default_device, module_of, tune_allocator
 from .creation import as_tensor
-from .data import baselines, evaluation_batches, load_text, require_length
+from .data import SPECIAL_TOKENS, baselines, evaluation_batches, load_text, require_length, split_train_validation
 from .generation import (
     Batch,
     ConcatKVCache,
@@ -29,12 +31,18 @@ from .generation import (
     beam_search,
 )
 from .ops.quantize import Scheme
+from .pretrained.commands import add_chat, add_embed
 from .quantization.model import METHODS, quantize_model
 from .quantization.table import as_text, compare
 from .serialization import one_line, write_atomically
-from .training import PRESETS, TrainConfig, Trainer, evaluation
-from .training.quantized import calibration_batch, load_quantized, save_quantized, title, variants, write_speed
-from .training.trainer import CHECKPOINT, encode_split, load_model
+from .training import PRESETS, CheckpointWarning, TrainConfig, Trainer, evaluation, load_model
+from .training.checkpoint import BEST, CHECKPOINT, checkpoints_in, load_checkpoint
+from .training.config_file import read_config
+from .training.doctor_of_run import examine_run
+from .training.evaluation import predicted_bytes
+from .training.monitor import Monitor
+from .training.parts import encode_split
+from .training.quantized import KIND, calibration_batch, load_quantized, save_quantized, title, variants, write_speed
 
 PROGRAM = "python -m tinygrad_tf" if Path(sys.argv[0]).name == "__main__.py" else "tinygrad-tf"
 RUNS = Path("runs")
@@ -42,6 +50,7 @@ MEASURED_ROWS = 16              # windows in a batch of the table of `quantize`
 INTERRUPTED, READER_LEFT = 130, 141             # what a shell reports for SIGINT and for SIGPIPE: 128 + the signal's number
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SETTINGS = [field.name for field in dataclasses.fields(TrainConfig)]
+FLAGS = ["text", "out", "preset", *SETTINGS, "device", "threads"]       # of train, and keys of its --config
 
 
 class UserError(Exception):
@@ -53,7 +62,10 @@ def main(argv=None):
     prepare_streams()
     try:
         try:
-            return run(argv)
+            with warnings.catch_warnings():
+                warnings.showwarning = told
+                warnings.simplefilter("always", CheckpointWarning)
+                return run(argv)
         finally:
             sys.stdout.flush()                          # what fails here must not fail at exit, where nobody can catch it
     except KeyboardInterrupt:
@@ -66,11 +78,55 @@ def main(argv=None):
 
 def run(argv):
     arguments = build_parser().parse_args(argv)
+    if getattr(arguments, "config", None):
+        take_from_config(arguments)
     if argv is None:
         use_threads(arguments.threads)
     check_installation()
     arguments.device = chosen_device(arguments.device)
     return arguments.command(arguments) or 0
+
+
+def take_from_config(arguments):
+    """What the file of --config says, where no flag does."""
+    if arguments.resume is not None:
+        raise UserError("--resume continues with the settings of the run; leave out --config")
+    values = read_config(arguments.config, FLAGS)
+    for name, value in values.items():
+        if name in CONVERTED:
+            value = CONVERTED[name](f"{arguments.config}: {name}", value)
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+
+
+def texts_of(name, value):
+    values = [value] if isinstance(value, str) else value
+    if not (isinstance(values, list) and values and all(isinstance(text, str) for text in values)):
+        raise UserError(f"{name} must be a string or a list of strings, got {value!r:.60}")
+    return values
+
+
+def string_of(name, value):
+    if not isinstance(value, str):
+        raise UserError(f"{name} must be a string, got {value!r:.60}")
+    return value
+
+
+def preset_of(name, value):
+    if value not in list(PRESETS):
+        raise UserError(f"{name} must be one of {', '.join(sorted(PRESETS))}, got {value!r:.60}")
+    return value
+
+
+def whole_of(name, value):
+    if type(value) is not int:
+        raise UserError(f"{name} must be a whole number, got {value!r:.60}")
+    return value
+
+
+# Of the keys of --config that are no fields of TrainConfig, which checks its own.
+CONVERTED = {"text": texts_of, "out": lambda name, value: Path(string_of(name, value)), "preset": preset_of, "device": string_of,
+             "threads": whole_of}
 
 
 def chosen_device(name):
@@ -122,6 +178,17 @@ def check_precision(name):
         raise UserError(one_line(error)) from None
 
 
+def check_tokenizer(name):
+    """Subwords need a package of their own."""
+    if name == "bpe" and importlib.util.find_spec("regex") is None:
+        raise UserError("--tokenizer bpe needs a package that is not installed: pip install regex")
+
+
+def told(message, category, *where, **others):
+    """A warning is one sentence too."""
+    print(f"tinygrad-tf: {one_line(message)}", file=sys.stderr, flush=True)
+
+
 def fail(message, status):
     """Says why, as far as anybody listens, and returns the exit status."""
     try:
@@ -168,6 +235,9 @@ def build_parser():
     _add_generate(commands)
     _add_evaluate(commands)
     _add_quantize(commands)
+    _add_doctor(commands)
+    add_chat(commands)
+    add_embed(commands)
     for p in commands.choices.values():
         p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: TINYGRAD_TF_DEVICE, else cpu); a run may be "
                                                           "resumed, and a model used, on another device than it was trained on")
@@ -177,10 +247,12 @@ def build_parser():
 
 
 def _add_train(commands):
-    p = commands.add_parser("train", help="train MiniGPT on a text; writes checkpoint, metrics.csv, loss.png, sample.txt")
+    p = commands.add_parser("train", help="train MiniGPT on a text; writes checkpoints, metrics, pictures and a sample")
     p.add_argument("--text", nargs="+", metavar="TEXT", help="UTF-8 files, or the name of a corpus: python-docs (default), shakespeare")
     p.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/minigpt, or the next free number)")
     p.add_argument("--resume", nargs="?", const=True, metavar="DIR", help="continue an interrupted run (default: the newest)")
+    p.add_argument("--config", type=Path, metavar="FILE", help="flags in a TOML file, such as the config.toml of a run; flags that are "
+                                                              "given beside it go first")
     p.add_argument("--preset", choices=sorted(PRESETS), help="sizes and schedule to start from (default: tiny)")
     for field in dataclasses.fields(TrainConfig):
         p.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), metavar=type(field.default).__name__.upper(),
@@ -189,7 +261,8 @@ def _add_train(commands):
 
 
 def _add_run(p):
-    p.add_argument("--run", type=Path, metavar="DIR", help="the run's folder, or a file of `quantize` (default: the newest in runs/)")
+    p.add_argument("--run", type=Path, metavar="DIR", help=f"the run's folder, a file in it such as {BEST}, or a file of `quantize` "
+                                                           f"(default: the newest in runs/)")
 
 
 def _add_generate(commands):
@@ -229,6 +302,14 @@ def _add_evaluate(commands):
     _add_run(p)
     p.add_argument("--text", nargs="+", metavar="TEXT", help="files or a corpus (default: the text of the run); its last 10 %% count")
     p.set_defaults(command=evaluate)
+
+
+def _add_doctor(commands):
+    p = commands.add_parser("doctor", help="what is wrong with a run, by name: its model, a batch, its tokenizer, its text; status 1 if "
+                                           "something is")
+    _add_run(p)
+    p.add_argument("--text", nargs="+", metavar="TEXT", help="files or a corpus (default: the text of the run)")
+    p.set_defaults(command=doctor)
 
 
 def _add_quantize(commands):
@@ -275,11 +356,12 @@ def train(arguments):
 def start(arguments):
     """A new run, in a folder that holds none."""
     folder = arguments.out or free_folder()
-    if (folder / CHECKPOINT).exists():
+    if checkpoints_in(folder):
         raise UserError(f"{folder} already holds a run: continue it with --resume {shlex.quote(str(folder))}, or name another --out")
     config = configuration(arguments)
     check_precision(config.precision)
-    trainer = Trainer(config, arguments.text or ["python-docs"], folder, arguments.device)
+    check_tokenizer(config.tokenizer)
+    trainer = Trainer(config, arguments.text or ["python-docs"], folder, arguments.device, [Monitor()])
     folder.mkdir(parents=True, exist_ok=arguments.out is not None)      # two commands never choose one free folder
     return trainer
 
@@ -289,7 +371,7 @@ def resume(arguments):
     if given := [name for name in ("out", "preset", *SETTINGS) if getattr(arguments, name) is not None]:
         raise UserError(f"--resume continues with the folder and settings of the run; leave out --{given[0].replace('_', '-')}")
     folder = newest_run() if arguments.resume is True else Path(arguments.resume)
-    trainer = Trainer.resume(folder, arguments.text, arguments.device)
+    trainer = Trainer.resume(folder, arguments.text, arguments.device, [Monitor()])
     print(f"Resuming {folder} at step {trainer.step} of {trainer.config.steps}.")
     return trainer
 
@@ -307,31 +389,37 @@ def free_folder():
 
 
 def chosen_run(arguments):
-    """The folder of --run, or of the checkpoint that it names; by default the newest."""
+    """The folder of --run, or the file that it names; by default the newest."""
     run = arguments.run or newest_run()
     return run.parent if run.name == CHECKPOINT and run.is_file() else run
 
 
 def loaded(run, device):
-    """(model, tokenizer, state) of a run's folder, or of a file that `quantize` wrote."""
-    return load_quantized(run, device) if run.is_file() else load_model(run, device)
+    """(model, tokenizer, state) of a run's folder, of one of its checkpoints, or of a file that `quantize` wrote."""
+    quantized = run.is_file() and load_checkpoint(run)[1].get("kind") == KIND
+    return load_quantized(run, device) if quantized else load_model(run, device)
 
 
 def newest_run():
-    found = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda p: p.stat().st_mtime)
+    found = [checkpoints[0] for folder in RUNS.glob("*/") if (checkpoints := checkpoints_in(folder))]
     if not found:
         raise UserError(f"there is no run in {RUNS}/ yet; train one with `{PROGRAM} train`, or name its folder")
-    return found[-1].parent
+    return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
 def describe(trainer):
     c, parameters = trainer.config, sum(p.numel() for p in trainer.model.parameters())
-    print(f"Text: {' '.join(map(str, trainer.sources))}: {len(trainer.train_ids):,} characters to train on, "
+    print(f"Text: {' '.join(map(str, trainer.sources))}: {len(trainer.train_ids):,} {unit(trainer.tokenizer)}s to train on, "
           f"{len(trainer.validation_ids):,} held out, V_vocab = {trainer.tokenizer.vocab_size}.")
     print(f"Model: {c.layers} layers, C = {c.dim}, H = {c.heads}, T = {c.context}: {parameters:,} parameters. "
           f"{c.steps} steps of {c.batch_size} × {c.context} tokens. "
           f"{'' if c.precision == 'float32' else f'Precision: {c.precision}. '}"
           f"{'' if trainer.device.type == 'cpu' else f'Device: {trainer.device}. '}Folder: {trainer.folder}", flush=True)
+
+
+def unit(tokenizer):
+    """What a token is."""
+    return {"char": "character", "byte": "byte"}.get(tokenizer.kind, "token")
 
 
 def train_with_bar(trainer):
@@ -378,15 +466,19 @@ class StopSignal:
 
 
 def finish(trainer):
-    """The results: losses beside the baselines, the curve, and a sample."""
+    """The results: losses beside the baselines, the curves, and a sample."""
     ngrams = trainer.baselines()
-    trainer.metrics.draw(ngrams)
-    print_comparison(final_loss(trainer), ngrams)
+    trainer.metrics.draw(ngrams, unit(trainer.tokenizer))
+    print_comparison(final_loss(trainer), ngrams, trainer.tokenizer, trainer.validation_ids, trainer.validation_bytes)
+    if trainer.step < trainer.config.steps:
+        print(f"Ended early: the validation loss did not become better in {trainer.config.patience} evaluations. The best weights are in "
+              f"{BEST}.")
     prompt = default_prompt(trainer.tokenizer)
     sample = written(trainer.model, trainer.tokenizer, prompt, 400, 0.8, trainer.config.seed)
     write_atomically(trainer.folder / "sample.txt", sample)
     print(f"\nA sample (temperature 0.8):\n{sample}\n")
-    print(f"Written to {trainer.folder}/: {CHECKPOINT}, metrics.csv, loss.png, sample.txt")
+    print(f"Written to {trainer.folder}/: {CHECKPOINT}, {BEST}, config.toml, metrics.csv, metrics.jsonl, speed.csv, loss.png, monitor.png, "
+          f"sample.txt")
 
 
 def final_loss(trainer):
@@ -395,19 +487,27 @@ def final_loss(trainer):
     return losses[-1] if len(steps) and steps[-1] == trainer.step else trainer.evaluate()
 
 
-def print_comparison(loss, ngrams):
+def print_comparison(loss, ngrams, tokenizer, ids, num_bytes):
+    """Losses in nats a token; as bits per byte, of the num_bytes that ids[1:] say, they can be compared across tokenizers."""
     rows = {f"{n}-gram baseline": nats for n, nats in sorted(ngrams.items())} | {"MiniGPT, validation": loss}
-    print(f"\n{'':22s}nats per character   perplexity")
+    per = unit(tokenizer)
+    print(f"\n{'':22s}{f'nats per {per}':>18s}   perplexity{'' if num_bytes is None else '   bits per byte'}")
     for name, nats in rows.items():
-        print(f"  {name:20s}{nats:12.4f}         {evaluation.perplexity(nats):8.3f}")
+        bits = "" if num_bytes is None else f"{nats * (len(ids) - 1) / math.log(2) / num_bytes:16.4f}"
+        print(f"  {name:20s}{nats:18.4f}   {evaluation.perplexity(nats):10.3f}{bits}")
     beaten = [f"{n}-gram" for n, nats in sorted(ngrams.items()) if loss < nats]
     print(f"MiniGPT beats: {', '.join(beaten)}." if beaten else
-          "MiniGPT is not better than letter frequencies: train longer, or, if its loss rose, with a smaller --lr.")
+          f"MiniGPT is not better than {'letter' if per == 'character' else per} frequencies: train longer, or, if its loss rose, with a "
+          f"smaller --lr.")
+
+
+def knows(tokenizer, text):
+    return tokenizer.unk_id is None or tokenizer.unk_id not in tokenizer.encode(text)
 
 
 def default_prompt(tokenizer):
-    """A line break, or, where the text had none, its first character in the alphabet."""
-    return "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
+    """A line break, or, where the text had none, the first token that is no special one."""
+    return "\n" if knows(tokenizer, "\n") else tokenizer.decode([len(SPECIAL_TOKENS)])
 
 
 def written(model, tokenizer, prompt, max_new_tokens, temperature, seed):
@@ -425,8 +525,7 @@ def generate(arguments):
         raise UserError("--prompt is empty; give at least one character, or leave it out")
     model, tokenizer, _ = loaded(chosen_run(arguments), arguments.device)
     prompt = arguments.prompt or default_prompt(tokenizer)
-    if unknown := [character for character in prompt if character not in tokenizer.characters]:
-        raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
+    check_prompt(tokenizer, prompt)
     if arguments.beams is not None:
         return print_beam(arguments, model, tokenizer, prompt)
     sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.repetition_penalty,
@@ -444,6 +543,15 @@ def generate(arguments):
     print(f"ended by {row.finish_reason}", file=sys.stderr)
     if arguments.draft:
         print(batch.report, file=sys.stderr)
+
+
+def check_prompt(tokenizer, prompt):
+    try:
+        unknown = [character for character in prompt if not knows(tokenizer, character)]
+    except ValueError as error:                         # half a character
+        raise UserError(f"--prompt: {error}") from None
+    if unknown:
+        raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
 
 
 def batch_of(arguments, model, tokenizer):
@@ -485,7 +593,7 @@ def print_beam(arguments, model, tokenizer, prompt):
         raise UserError("--beams searches for one whole text: leave out --draft and --stop")
     ids = tokenizer.encode(prompt, errors="strict")
     if len(ids) > model.max_seq_len:
-        raise UserError(f"--beams cannot slide, and --prompt has {len(ids)} characters, where the model's context is {model.max_seq_len}")
+        raise UserError(f"--beams cannot slide, and --prompt has {len(ids)} tokens, where the model's context is {model.max_seq_len}")
     best, *_ = beam_search(model, ids, arguments.max_new_tokens, num_beams=arguments.beams, length_penalty=arguments.length_penalty,
                            cache=chosen_cache(arguments, model), use_cache=arguments.cache != "none",
                            prefill_chunk=arguments.prefill_chunk)
@@ -498,11 +606,23 @@ def evaluate(arguments):
     folder = chosen_run(arguments)
     model, tokenizer, state = loaded(folder, arguments.device)
     sources = arguments.text or state["sources"]
-    _, train_ids, validation_ids = encode_split(load_text(sources), tokenizer)
+    text = load_text(sources)
+    _, train_ids, validation_ids = encode_split(text, tokenizer)
     require_length(validation_ids, 1, "held-out text")
     loss = evaluation.evaluate(model, validation_ids, model.max_seq_len)
-    print(f"{folder} on {' '.join(sources)}: {len(validation_ids):,} held-out characters; the n-grams counted the text before them")
-    print_comparison(loss, baselines(train_ids, validation_ids, tokenizer.vocab_size))
+    print(f"{folder} on {' '.join(sources)}: {len(validation_ids):,} held-out {unit(tokenizer)}s; the n-grams counted the text before them")
+    print_comparison(loss, baselines(train_ids, validation_ids, tokenizer.vocab_size), tokenizer, validation_ids,
+                     predicted_bytes(tokenizer, validation_ids, split_train_validation(text)[1]))
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+def doctor(arguments):
+    tune_allocator()
+    run = chosen_run(arguments)
+    report = examine_run(run, arguments.text, arguments.device)
+    print(f"{run}: {report}")
+    return 0 if report.healthy else 1
 
 
 # --- quantize ---------------------------------------------------------------------------------------------------------
@@ -530,7 +650,7 @@ def quantize(arguments):
 
 
 def print_table(models, ids):
-    print(f"measuring on {len(ids):,} held-out characters", file=sys.stderr)
+    print(f"measuring on {len(ids):,} held-out tokens", file=sys.stderr)
     context = models["float32"].max_seq_len
     print(as_text(compare(models, list(evaluation_batches(ids, context, MEASURED_ROWS)), write_speed)))
 

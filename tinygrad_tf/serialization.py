@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -156,7 +156,7 @@ def replacing(path):
     target = Path(os.path.realpath(Path(path)))
     if target.exists() and not target.is_file():
         raise FileExistsError(errno.EEXIST, "there is a folder or a device, and no file that could be replaced", str(path))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")    # see training/folder.py
+    temporary = _beside(target)
     try:
         with _renamed_at_the_end(temporary, target) as file:
             yield file
@@ -177,8 +177,42 @@ def _renamed_at_the_end(temporary, target):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
+        _flush_names(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _flush_names(folder):
+    """A new name is on the disk when its folder is. Where no folder can be flushed (Windows, some network disks), the system sees to it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def alias(path, other):
+    """`other` becomes a second name of the file at `path`, as at one moment; a copy of it where the disk knows no second names.
+
+    Who writes one of them atomically leaves the other as it is.
+    """
+    path, other = Path(path), Path(other)
+    temporary = _beside(other)
+    try:
+        os.link(path, temporary)
+        os.replace(temporary, other)
+        _flush_names(other.parent)
+    except OSError:
+        with path.open("rb") as file, replacing(other) as copy:
+            shutil.copyfileobj(file, copy)
+    finally:
+        temporary.unlink(missing_ok=True)       # two names of one file: there replace does nothing
+
+
+def _beside(target):
+    """The name under which a file is written that is to stand at `target`; training/folder.py clears away what a killed process left."""
+    return target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 def content_digest(tensors, text):

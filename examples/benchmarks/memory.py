@@ -6,8 +6,6 @@ finds nothing: graphs die by reference counting alone. Tracing makes steps slowe
 """
 import argparse
 import gc
-import os
-import sys
 import tracemalloc
 
 import numpy as np
@@ -16,21 +14,12 @@ import tinygrad_tf as torch
 from tinygrad_tf import nn
 from tinygrad_tf.backend import tune_allocator
 from tinygrad_tf.models import MiniGPT
+from tinygrad_tf.training.monitor import resident_bytes
 
 
 def live_tensors():
     """How many tensors exist, garbage that waits for the collector included."""
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-
-
-def resident_bytes():
-    """The memory of this process that is in RAM now; where there is no /proc, the most that there ever was."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Training:

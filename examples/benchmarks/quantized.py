@@ -26,8 +26,9 @@ from tinygrad_tf.nn.utils import clip_grad_norm_
 from tinygrad_tf.optim import AdamW, decay_groups
 from tinygrad_tf.quantization import INT4, convert, output_errors, prepare_qat, quantize_model
 from tinygrad_tf.quantization.table import as_text, compare
+from tinygrad_tf.training.parts import encode_split  # noqa: E402
 from tinygrad_tf.training.quantized import calibration_batch, title, variants, write_speed
-from tinygrad_tf.training.trainer import encode_split, load_model
+from tinygrad_tf.training.state import load_model
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run", type=Path, required=True, help="the folder of a trained run")

@@ -56,12 +56,21 @@ def rotated(model, block):
         b.attention.rope = nn.RotaryEmbedding(C // H, layout="half_split", rotary_dim=2)
 
 
+def bare_norm(features):
+    return nn.RMSNorm(features, elementwise_affine=False)
+
+
 SERVED = {
     "post-norm": gpt, "pre-norm": lambda: gpt(norm_first=True), "Decoder": decoder, "GQA": lambda: decoder(num_kv_heads=1),
     "norms without affine": edited(without_affine), "a window": edited(windowed), "an untied head with a bias": edited(untied),
     "another rotation": edited(rotated, decoder),
     "tanh GELU": edited(lambda model, block: setattr(block.ffn, "net", nn.Sequential(nn.Linear(C, CFF), nn.GELU("tanh"), nn.Dropout(),
                                                                                      nn.Linear(CFF, C)))),
+    "wide heads": lambda: decoder(head_dim=6), "biases of q, k, v": lambda: decoder(qkv_bias=True),
+    "a Decoder's window": lambda: decoder(window=3), "norms of heads without a weight": lambda: decoder(qk_norm=bare_norm),
+    "normalised q and k": lambda: decoder(num_kv_heads=1, head_dim=6, qk_norm=lambda n: nn.RMSNorm(n, eps=1e-5)),
+    "another eps, a head of its own": lambda: decoder(norm_eps=0.1, tie_weights=False),
+    "GPT-2": lambda: gpt(norm_first=True, activation="gelu_tanh"),
     "gated in MiniGPT": edited(lambda model, block: setattr(block, "ffn", nn.feedforward.GatedFeedForward(C, CFF, "gelu"))),
     "one block twice": edited(lambda model, block: model.blocks.__setitem__(1, block)),
 }
@@ -106,6 +115,12 @@ UNKNOWN = {
     "no positions": edited(lambda model, block: setattr(model, "embedding", InputEmbedding(V, C, position=None))),
     "sinusoidal positions": edited(lambda model, block: setattr(model.embedding, "position", nn.SinusoidalPositionEncoding(C, T))),
     "ALiBi": edited(lambda model, block: setattr(block.attention, "relative_bias", nn.ALiBi(H))),
+    "another norm of q": lambda: decoder(qk_norm=nn.LayerNorm),
+    "a function for a norm of k": edited(lambda model, block: setattr(block.attention, "k_norm", lambda x: 2 * x), decoder),
+    "a hook on a norm of q": edited(lambda model, block: block.attention.q_norm.register_forward_hook(lambda module, args, out: out * 2),
+                                    lambda: decoder(qk_norm=bare_norm)),
+    "a hook on the rotation": edited(lambda model, block: block.attention.rope.register_forward_hook(lambda module, args, out: out * 2),
+                                     decoder),
     "a function for a bias": edited(lambda model, block: setattr(block.attention, "relative_bias",
                                                                  lambda q, k: torch.ones(H, q.shape[-1], k.shape[-1]))),
     "a subclass": edited(lambda model, block: setattr(block.attention, "q_proj", Own(C, C))),

@@ -21,7 +21,8 @@ from tinygrad_tf.ops.moe import plan_dispatch
 from tinygrad_tf.trace import count_flops
 from tinygrad_tf.training import TrainConfig, Trainer, load_checkpoint, save_checkpoint
 from tinygrad_tf.training.metrics import FIELDS
-from tinygrad_tf.training.trainer import build_model, load_model
+from tinygrad_tf.training.parts import build_model
+from tinygrad_tf.training.state import load_model
 
 C, CFF = 4, 6
 every_router = pytest.mark.parametrize("router", ROUTERS)
@@ -634,7 +635,7 @@ def test_the_load_of_the_fullest_expert_is_a_metric(tmp_path):
     trainer.run()
     steps, load = trainer.metrics.column("expert_load")
     assert steps.tolist() == list(range(1, 9)) and (load >= 1).all() and (load <= 4 / 2).all()
-    assert (tmp_path / "run" / "metrics.csv").read_text().startswith(",".join(FIELDS) + ",expert_load\n")
+    assert (tmp_path / "run" / "metrics.csv").read_text().startswith(",".join(FIELDS) + ",expert_load,")
     trainer.metrics.draw()
     dense = runs.trainer(tmp_path, out="dense", steps=2)
     dense.run()

@@ -613,3 +613,38 @@ def test_no_new_tokens_are_no_fault(cached, return_weights):
 def test_parts_that_do_not_fit_are_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+# --- what published models have besides -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [{"head_dim": 6}, {"head_dim": 3, "num_kv_heads": 2}, {"qkv_bias": False},
+                                     {"bias": False, "qkv_bias": True}, {"qk_norm": lambda n: nn.RMSNorm(n, eps=1e-3), "head_dim": 4},
+                                     {"qk_norm": lambda n: nn.LayerNorm(n), "num_kv_heads": 1}], ids=str)
+def test_heads_of_any_width_biases_and_norms(options):
+    """Beside the formula written out, and gradients."""
+    layer, x = layer_and_input(4, **options)
+    Dh, H, G = layer.head_dim, layer.num_heads, layer.num_heads // layer.num_kv_heads
+    assert layer.out_proj.weight.shape == (C, H * Dh)
+    assert (layer.q_proj.bias is not None) == options.get("qkv_bias", options.get("bias", True))
+
+    def heads(y, n, norm=None):
+        y = y.reshape(B, T, n, Dh).transpose(1, 2)
+        return y if norm is None else norm(y)
+    q = heads(layer.q_proj(x), H, layer.q_norm)
+    k, v = heads(layer.k_proj(x), layer.num_kv_heads, layer.k_norm), heads(layer.v_proj(x), layer.num_kv_heads)
+    k, v = (torch.stack([y[:, h // G] for h in range(H)], dim=1) for y in (k, v))
+    weights = nn.functional.softmax(q @ k.transpose(2, 3) / math.sqrt(Dh), dim=-1)
+    expected = layer.out_proj((weights @ v).transpose(1, 2).reshape(B, T, H * Dh))
+    assert torch.allclose(layer(x), expected, rtol=1e-12, atol=1e-12)
+    cache, parts = Cache(), []
+    for t in range(T):
+        parts.append(layer(x[:, t:t + 1], cache=cache))
+    assert torch.allclose(cat(parts, dim=1), layer(x, causal=True), rtol=1e-12, atol=1e-12)
+    assert gradcheck_module(layer, x)
+
+
+@pytest.mark.parametrize("sizes, error", [({"head_dim": 0}, ValueError), ({"head_dim": -2}, ValueError), ({"head_dim": 2.0}, TypeError)],
+                         ids=str)
+def test_heads_of_no_width_are_refused(sizes, error):
+    with pytest.raises(error, match="head"):
+        nn.MultiHeadAttention(C, 4, **sizes)

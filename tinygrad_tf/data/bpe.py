@@ -7,6 +7,7 @@
 The vocabulary begins with all 256 bytes, so every text has ids. They stand in GPT-2's order: those that print, then the rest.
 """
 import heapq
+import reprlib
 from collections import Counter, defaultdict
 from itertools import chain
 
@@ -14,13 +15,15 @@ import numpy as np
 
 from ..arguments import whole_number
 from .pretokenizers import require_pattern, words
-from .tokenizers import SPECIAL_TOKENS, OfBytes, encoded, ids_of_roles, require_entries, require_names
+from .tokenizers import ROLES, SPECIAL_TOKENS, OfBytes, encoded, ids_of_roles, require_entries, require_names
 
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTES = (*_PRINTED, *(b for b in range(256) if b not in _PRINTED))             # in GPT-2's order
 # In files a byte is one character that prints: its own in Latin-1, else one from 256 on. A blank is Ġ, a line break Ċ.
 ALPHABET = dict(zip(BYTES, map(chr, (*_PRINTED, *range(256, 512 - len(_PRINTED))))))
-_BYTE_OF = {character: b for b, character in ALPHABET.items()}
+# The other way, to Latin-1; the characters of Latin-1 that stand for no byte go where Latin-1 does not reach.
+_BYTE_OF = {**dict.fromkeys(range(256), 0xFFFF), **{ord(character): b for b, character in ALPHABET.items()}}
+_OPTIONS = {"roles": {}, "add_bos": False, "skip_unknown": False}               # of files that say them; the others have none of them
 _CACHED_WORDS, _CACHED_LENGTH = 1 << 16, 64                                     # no more words are kept, and no longer ones
 
 
@@ -32,27 +35,33 @@ class BPETokenizer(OfBytes):
 
     kind, fields = "bpe", ("pattern",)
 
-    def __init__(self, tokens, merges, special_tokens, added_tokens=(), pattern="gpt2", ignore_merges=False):
+    def __init__(self, tokens, merges, special_tokens, added_tokens=(), pattern="gpt2", ignore_merges=False, *, roles=(), add_bos=False,
+                 skip_unknown=False):
         """tokens: the bytes of each id. merges: pairs of tokens (left, right), the earlier goes first. special_tokens and
         added_tokens: {name: id}, matched in a text when allowed, and always. ignore_merges: a word that is a token stays whole.
 
-        Raises ValueError for what is no vocabulary.
+        roles: ids of "pad", "bos", "eos", "unk" where the names do not tell them. add_bos: as in Tokenizer. skip_unknown: a byte that
+        is no token gets no id. Raises ValueError for what is no vocabulary.
         """
         self.tokens, self.special_tokens, self.added_tokens = tuple(tokens), dict(special_tokens), dict(added_tokens)
         self.pattern, self.ignore_merges, self.cache = pattern, ignore_merges, {}
+        self.roles, self.add_bos = dict(roles), add_bos
         names = {**self.special_tokens, **self.added_tokens}
         require_names("BPETokenizer", self.tokens, names)
         named = set(names.values())
         self.ids = {token: i for i, token in enumerate(self.tokens) if i not in named}
         self.merges = {(self.id_of(left), self.id_of(right)): (rank, self.id_of(left + right)) for rank, (left, right) in enumerate(merges)}
         self.special_ids = frozenset(self.special_tokens.values())
-        self.pad_id, self.bos_id, self.eos_id, self.unk_id = ids_of_roles(self.special_tokens)
-        self.byte_ids = [self.ids.get(bytes([b]), self.unk_id) for b in range(256)]
+        who = {**dict(zip(ROLES, ids_of_roles(self.special_tokens))), **self.roles}
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = (who[role] for role in ROLES)
+        self.unknown_bytes = bytes(b for b in range(256) if bytes([b]) not in self.ids)
+        self.skip_unknown = skip_unknown and self.unknown_bytes != b""
+        self.byte_ids = [self.ids.get(bytes([b]), None if skip_unknown else self.unk_id) for b in range(256)]
         self.require_sound(len(self.tokens) - len(named), len(merges))
 
     def id_of(self, token):
         if token not in self.ids:
-            raise ValueError(f"BPETokenizer: the merges take and make tokens, and {token!r} is none")
+            raise ValueError(f"BPETokenizer: the merges take and make tokens, and {reprlib.repr(token)} is none")
         return self.ids[token]
 
     def require_sound(self, num_tokens, num_merges):
@@ -61,7 +70,9 @@ class BPETokenizer(OfBytes):
         if len(self.merges) < num_merges:
             raise ValueError("BPETokenizer: each pair of tokens can be merged once")
         require_pattern(self.pattern)
-        if None in self.byte_ids:
+        if not self.roles.keys() <= ROLES.keys() or any(type(i) is not int or not 0 <= i < self.vocab_size for i in self.roles.values()):
+            raise ValueError(f"BPETokenizer: roles must be ids from 0 to {self.vocab_size - 1} of {', '.join(ROLES)}")
+        if None in self.byte_ids and not self.skip_unknown:
             raise ValueError(f"BPETokenizer: the byte {self.byte_ids.index(None):#04x} is no token, and no special token stands for "
                              f"what is unknown: some texts would have no ids")
 
@@ -89,7 +100,11 @@ class BPETokenizer(OfBytes):
             raise ValueError(f"BPETokenizer.with_special_tokens: there is a special token {known[0]!r} already")
         tokens = [*self.tokens, *(encoded(name, "utf-8") for name in names)]
         special = {**self.special_tokens, **{name: self.vocab_size + i for i, name in enumerate(names)}}
-        return BPETokenizer(tokens, self.merged_pairs(), special, self.added_tokens, self.pattern, self.ignore_merges)
+        return BPETokenizer(tokens, self.merged_pairs(), special, self.added_tokens, self.pattern, self.ignore_merges, **self.options())
+
+    def options(self):
+        """Those that are not as they usually are."""
+        return {name: getattr(self, name) for name, usual in _OPTIONS.items() if getattr(self, name) != usual}
 
     def merged_pairs(self):
         """The merges in their order, as pairs of bytes."""
@@ -100,15 +115,19 @@ class BPETokenizer(OfBytes):
     def text_ids(self, text, strict=False, start=0):
         """text: str -> int64 ids [N]."""
         found = words(self.pattern, text)
-        if strict and self.byte_ids.count(self.unk_id) > 0:
+        if strict and self.unknown_bytes:
             self.require_known(found)
         return np.fromiter(chain.from_iterable(map(self.word_ids, found)), np.int64)
 
     def require_known(self, found):
         for word in found:
-            if self.unk_id in self.word_ids(word):
-                raise ValueError(f'BPETokenizer.encode: {word!r} has bytes that are no tokens here; pass errors="unk" to encode them '
-                                 f"as the unknown token")
+            if len(self.known(word.encode())) < len(word.encode()):
+                raise ValueError(f'BPETokenizer.encode: {word!r} has bytes that are no tokens here; pass errors="unk" to '
+                                 f"{'leave them out' if self.skip_unknown else 'encode them as the unknown token'}")
+
+    def known(self, word):
+        """word: bytes -> those of them that are tokens"""
+        return word.translate(None, self.unknown_bytes)
 
     def word_ids(self, word):
         """word: str -> its ids; those of words seen lately are looked up."""
@@ -121,19 +140,23 @@ class BPETokenizer(OfBytes):
                 self.cache[word] = ids
         return ids
 
+    def spelt(self, word):
+        """word: bytes -> those of them that get an id"""
+        return self.known(word) if self.skip_unknown else word
+
     def merged(self, word):
         """word: bytes -> list of ids"""
         if self.ignore_merges and word in self.ids:
             return [self.ids[word]]
-        return Word([self.byte_ids[b] for b in word], self.merges).ids()
+        return Word([self.byte_ids[b] for b in self.spelt(word)], self.merges).ids()
 
     # --- how a word came apart ----------------------------------------------------------------------------------------------
 
     def steps(self, word):
         """word: bytes -> (rank of the merge, pieces after it), one for each merge in turn; first (None, its bytes)."""
+        merges, word = {} if self.ignore_merges and word in self.ids else self.merges, self.spelt(word)
         borders = list(range(len(word) + 1))
         yield None, [word[i:i + 1] for i in range(len(word))]
-        merges = {} if self.ignore_merges and word in self.ids else self.merges
         for rank, border in Word([self.byte_ids[b] for b in word], merges).merged():
             borders.remove(border)
             yield rank, [word[begin:end] for begin, end in zip(borders, borders[1:])]
@@ -158,7 +181,7 @@ class BPETokenizer(OfBytes):
         return {"type": self.kind, "pattern": self.pattern, "ignore_merges": self.ignore_merges,
                 "special_tokens": self.special_tokens, "added_tokens": self.added_tokens,
                 "tokens": [names[i] if i in names else written(token) for i, token in enumerate(self.tokens)],
-                "merges": [f"{written(left)} {written(right)}" for left, right in self.merged_pairs()]}
+                "merges": [f"{written(left)} {written(right)}" for left, right in self.merged_pairs()], **self.options()}
 
     @classmethod
     def from_dict(cls, content):
@@ -167,9 +190,11 @@ class BPETokenizer(OfBytes):
                                                             "added_tokens": dict, "tokens": list, "merges": list})
         if content["type"] != cls.kind:
             raise ValueError(f'BPETokenizer.from_dict: expected {{"type": "{cls.kind}"}}, got {content["type"]!r}')
+        options = {name: content[name] for name in _OPTIONS if name in content}
+        require_entries("BPETokenizer.from_dict", options, {name: type(_OPTIONS[name]) for name in options})
         named = content["special_tokens"], content["added_tokens"]
         tokens = tokens_from(content["tokens"], {**named[0], **named[1]})
-        return cls(tokens, list(map(pair_from, content["merges"])), *named, content["pattern"], content["ignore_merges"])
+        return cls(tokens, list(map(pair_from, content["merges"])), *named, content["pattern"], content["ignore_merges"], **options)
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------------
@@ -322,9 +347,11 @@ def written(token):
 
 def bytes_from(text):
     """The inverse of `written`. Raises ValueError."""
-    if not isinstance(text, str) or not all(character in _BYTE_OF for character in text):
-        raise ValueError(f"the token {text!r} is not written in the 256 characters that stand for bytes: this is no byte-level BPE")
-    return bytes(_BYTE_OF[character] for character in text)
+    try:
+        return text.translate(_BYTE_OF).encode("latin-1")
+    except (UnicodeEncodeError, AttributeError):
+        raise ValueError(f"the token {reprlib.repr(text)} is not written in the 256 characters that stand for bytes: this is no "
+                         f"byte-level BPE") from None
 
 
 def tokens_from(written_tokens, named):
@@ -337,7 +364,7 @@ def pair_from(merge):
     """ "Ġt he", or ["Ġt", "he"] -> (b" t", b"he"). Raises ValueError."""
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(parts, list) or len(parts) != 2:
-        raise ValueError(f"a merge must be two tokens with a blank between, got {merge!r}")
+        raise ValueError(f"a merge must be two tokens with a blank between, got {reprlib.repr(merge)}")
     return bytes_from(parts[0]), bytes_from(parts[1])
 
 

@@ -51,6 +51,17 @@ class LMBatch:
         """How many tokens are predicted: what a mean over this batch is divided by."""
         return int((self.targets != IGNORED).sum())
 
+    def parts(self, n):
+        """(batch, share) of n parts, rows side by side, of a share of the targets each: Σ share · loss is the loss of the whole.
+
+        So it is with the gradients (guide 16.2). A part in which nothing counts has no loss, and is left out.
+        """
+        whole, rows = self.num_targets, np.array_split(np.arange(len(self.token_ids)), n)
+        for some in rows:
+            part = self.rows(slice(some[0], some[-1] + 1)) if len(some) else None
+            if part is not None and part.num_targets:
+                yield part, part.num_targets / whole
+
     @property
     def real_share(self):
         """The share of its places in which a real token stands; the rest is computed, and thrown away."""

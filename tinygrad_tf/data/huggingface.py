@@ -74,8 +74,9 @@ def bpe(content, model, special, added):
     one_of("decoder", content.get("decoder"), "ByteLevel", None)
     names = {**special, **added}
     tokenizer = BPETokenizer(tokens_from(by_id({**model["vocab"], **names}), names), list(map(pair_from, model["merges"])), special, added,
-                             pattern_of(content.get("pre_tokenizer")), bool(model.get("ignore_merges")))
-    if tokenizer.unk_id in tokenizer.byte_ids:
+                             pattern_of(content.get("pre_tokenizer")), bool(model.get("ignore_merges")),
+                             skip_unknown=model.get("unk_token") is None)
+    if tokenizer.unknown_bytes and not tokenizer.skip_unknown:
         require_unknown(tokenizer, model)
     return tokenizer
 
@@ -86,20 +87,28 @@ def pattern_of(section):
     if kind == "Sequence":
         require_entries("the pre_tokenizer Sequence", section, {"pretokenizers": list})
         parts = section["pretokenizers"]
-    *split, byte_level = parts or [None]
+    *before, byte_level = parts or [None]
     one_of("pre_tokenizer", byte_level, "ByteLevel")
+    name = name_of_pattern(before) if before else "gpt2"
+    split = before and before[0]["type"] == "Split"             # and nothing is left to be found by GPT-2's pattern
     require_options("the pre_tokenizer ByteLevel", byte_level, add_prefix_space=(False,), use_regex=(False,) if split else (None, True))
-    return name_of_pattern(split) if split else "gpt2"
+    return name
 
 
-def name_of_pattern(split):
-    """split: what stands before ByteLevel, which must be one Split by a pattern that is known here"""
-    if len(split) > 1:
-        raise ValueError(f"the pre_tokenizer Sequence of {len(split) + 1} parts is not supported: there is one Split, and ByteLevel")
-    one_of("pre_tokenizer", split[0], "Split")
-    require_options("the pre_tokenizer Split", split[0], behavior=("Isolated",), invert=(None, False),
-                    pattern=[{"Regex": pattern} for pattern in PATTERNS.values()])
-    return next(name for name, pattern in PATTERNS.items() if split[0]["pattern"] == {"Regex": pattern})
+def name_of_pattern(before):
+    """before: what stands before ByteLevel, which must be one Split by a pattern that is known here, or SmolLM's Digits"""
+    if len(before) > 1:
+        raise ValueError(f"the pre_tokenizer Sequence of {len(before) + 1} parts is not supported: there is one Split or Digits, and "
+                         f"ByteLevel")
+    if one_of("pre_tokenizer", before[0], "Split", "Digits") == "Digits":
+        require_options("the pre_tokenizer Digits", before[0], individual_digits=(True,))
+        return "smollm"
+    require_options("the pre_tokenizer Split", before[0], behavior=("Isolated",), invert=(None, False))
+    for name, pattern in PATTERNS.items():
+        if before[0].get("pattern") == {"Regex": pattern}:
+            return name
+    raise ValueError(f"the pre_tokenizer Split with pattern = {reprlib.repr(before[0].get('pattern'))} is not supported: it must be that "
+                     f"of {', '.join(PATTERNS)}")
 
 
 def word_piece(content, model, special, added):

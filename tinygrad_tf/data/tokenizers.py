@@ -33,6 +33,7 @@ class Tokenizer:
     special_tokens = {name: i for i, name in enumerate(SPECIAL_TOKENS)}         # name → id
     special_ids = frozenset(special_tokens.values())
     added_tokens = {}                           # name → id of what is no special token, and matched in every text
+    add_bos = False                             # whether its model wants bos_id before a text; `encode` leaves that to the caller
     kind, fields = None, ()
     kinds = {}                                  # kind → class
 

@@ -95,8 +95,10 @@ def _are_known(modules):
             if children or (kind not in WITHOUT_WEIGHT and "weight" not in state["_parameters"]):
                 return False
             continue
-        if kind is nn.MultiHeadAttention and not _is_plain_attention(state):
-            return False
+        if kind is nn.MultiHeadAttention:
+            if not _is_plain_attention(state):
+                return False
+            modules += [children[name] for name in ("rope", "q_norm", "k_norm") if children.get(name) is not None]
         for name, kinds in PARTS[kind].items():
             child = children.get(name)
             if type(child) not in kinds:
@@ -119,7 +121,9 @@ WITHOUT_WEIGHT = {nn.Dropout, nn.RotaryEmbedding, *ACTIVATIONS}
 def _is_plain_attention(state):
     """Neither a bias nor a rotation of another kind; either may be a function, which is no module."""
     return (state.get("rope") is None and state.get("relative_bias") is None and state["_modules"].get("relative_bias") is None
-            and type(state["_modules"].get("rope")) in (nn.RotaryEmbedding, type(None)) and "keys_and_values" not in state)
+            and type(state["_modules"].get("rope")) in (nn.RotaryEmbedding, type(None)) and "keys_and_values" not in state
+            and all(type(state["_modules"].get(name)) in (nn.RMSNorm, type(None)) and state.get(name) is None
+                    for name in ("q_norm", "k_norm")))
 
 
 def next_logits(model, ids, cache):
@@ -203,6 +207,14 @@ def norm(layer):
     return apply
 
 
+def norm_of_heads(layer, Dh):
+    """Of the Dh features of each head; nothing where there is no such norm."""
+    if layer is None:
+        return lambda x: x
+    each = norm(layer)
+    return lambda x: each(x.reshape(-1, Dh)).reshape(x.shape)
+
+
 def _scale_of(variance, centred):
     """1 / σ of one row; NaN where σ² = ∞ and zeros would pass for a result."""
     r = variance ** -0.5 if variance else math.inf
@@ -249,16 +261,16 @@ def _gelu_tanh(x):
 
 
 def attention(layer):
-    """softmax(q Kᵀ / √Dh + bias) V with a single query a row.
+    """softmax(q Kᵀ / √Dh) V with a single query a row.
 
     The G = H / Hkv query heads that share a key head are the rows of one product: q [B, Hkv, G, Dh] · Kᵀ [B, Hkv, Dh, S].
     """
     q_proj, k_proj, v_proj, out_proj = (linear(part) for part in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj))
     H, Hkv, Dh, rope, window = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rope, layer.window
-    scale = 1 / math.sqrt(Dh)
+    scale, q_norm, k_norm = 1 / math.sqrt(Dh), norm_of_heads(layer.q_norm, Dh), norm_of_heads(layer.k_norm, Dh)
 
     def apply(x, cached, places, turns):
-        q, k, v = q_proj(x), k_proj(x).reshape(-1, Hkv, 1, Dh), v_proj(x).reshape(-1, Hkv, 1, Dh)
+        q, k, v = q_norm(q_proj(x)), k_norm(k_proj(x)).reshape(-1, Hkv, 1, Dh), v_proj(x).reshape(-1, Hkv, 1, Dh)
         if rope is not None:
             q = q.reshape(-1, H, 1, Dh)
             angles = turns.get(rope) or turns.setdefault(rope, _angles(rope, q, places))

@@ -13,24 +13,30 @@ class Decoder(nn.Module):
     GQA         num_kv_heads ≤ num_heads key and value heads: the KV cache shrinks by num_heads / num_kv_heads
     SwiGLU      a gated feed-forward network, W_gate, W_up: [Cff, C], W_down: [C, Cff]; Cff = 8C/3 has the size of 4C ungated
     no biases   in any linear layer
+
+    What its relatives have besides, by name: tie_weights=False (a head of its own), window (Mistral), ffn, a function that makes the
+    feed-forward network of one block (Mixtral: `nn.MoE`), head_dim, qkv_bias and qk_norm of `nn.MultiHeadAttention` (Qwen).
     """
 
     checkpoint_blocks = False           # as of MiniGPT
     endless_positions = True            # RoPE has no table that ends: with a rolling cache it reads on beyond max_seq_len
 
     def __init__(self, vocab_size, max_seq_len, dim, num_heads, hidden_dim, num_layers, dropout=0.0, num_kv_heads=None,
-                 rope_base=10000.0):
+                 rope_base=10000.0, *, rope_layout="interleaved", norm_eps=1e-6, tie_weights=True, ffn=None, head_dim=None, **attention):
         super().__init__()
         self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         self.embedding = nn.Embedding(vocab_size, dim)
-        head_dim = dim // max(num_heads, 1)         # what is wrong with other numbers of heads, the attention says
-        rope = nn.RotaryEmbedding(head_dim, rope_base, max_seq_len=max_seq_len)                 # one table for all layers
-        self.blocks = nn.ModuleList([nn.TransformerBlock(dim, num_heads, hidden_dim, dropout, norm_first=True, norm="rms", ffn="swiglu",
-                                                         num_kv_heads=num_kv_heads, bias=False, rope=rope) for _ in range(num_layers)])
-        self.final_norm = nn.RMSNorm(dim)
+        Dh = dim // max(num_heads, 1) if head_dim is None else head_dim     # what is wrong with numbers of heads, the attention says
+        rope = nn.RotaryEmbedding(Dh, rope_base, rope_layout, max_seq_len)                      # one table for all layers
+        self.blocks = nn.ModuleList([nn.TransformerBlock(dim, num_heads, hidden_dim, dropout, norm_first=True, norm="rms",
+                                                         norm_eps=norm_eps, ffn="swiglu" if ffn is None else ffn(), bias=False, rope=rope,
+                                                         num_kv_heads=num_kv_heads, head_dim=head_dim, **attention)
+                                     for _ in range(num_layers)])
+        self.final_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.lm_head = nn.Linear(dim, vocab_size, bias=False)
         self.apply(init_weights)
-        self.lm_head.weight = self.embedding.weight
+        if tie_weights:
+            self.lm_head.weight = self.embedding.weight
 
     def forward(self, token_ids, targets=None, valid_tokens=None, position_ids=None, cache=None, segment_ids=None):
         """(logits, loss): the arguments, the errors and their meaning are those of `MiniGPT`.

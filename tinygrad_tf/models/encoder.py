@@ -15,16 +15,18 @@ class Encoder(nn.Module):
     state of a token has seen the tokens after it. `norm_first=False` is the original order, and has no final norm.
 
     Tokens need not be words: `embedding`, a module that makes [B, T, C] of (tokens [B, T, …], position_ids [B, T]), takes
-    the place of the table of ids, for rows or patches of an image, say; vocab_size is then None.
+    the place of the table of ids, for rows or patches of an image, say; vocab_size is then None. activation and norm_eps are those of
+    `nn.TransformerBlock`.
     """
 
-    def __init__(self, vocab_size, max_seq_len, dim, num_heads, hidden_dim, num_layers, dropout=0.1, norm_first=True, embedding=None):
+    def __init__(self, vocab_size, max_seq_len, dim, num_heads, hidden_dim, num_layers, dropout=0.1, norm_first=True, embedding=None, *,
+                 activation="gelu", norm_eps=1e-5):
         super().__init__()
         self.dim, self.max_seq_len = dim, max_seq_len
         self.embedding = InputEmbedding(vocab_size, dim, max_seq_len) if embedding is None else embedding
-        self.blocks = nn.ModuleList([nn.TransformerBlock(dim, num_heads, hidden_dim, dropout, norm_first=norm_first)
+        self.blocks = nn.ModuleList([nn.TransformerBlock(dim, num_heads, hidden_dim, dropout, norm_first, activation, norm_eps=norm_eps)
                                      for _ in range(num_layers)])
-        self.final_norm = nn.LayerNorm(dim) if norm_first else nn.Identity()
+        self.final_norm = nn.LayerNorm(dim, norm_eps) if norm_first else nn.Identity()
         self.apply(init_weights)
 
     def forward(self, tokens, valid_tokens=None, position_ids=None):

@@ -11,20 +11,22 @@ class MiniGPT(nn.Module):
     `norm_first=True` moves each norm before its sublayer, which trains deeper stacks and needs the final norm.
     The head shares its weight with the token embedding; every Linear and Embedding starts from N(0, 0.02²).
     `ffn` is a function that makes the feed-forward network of one block: `lambda: nn.MoE(dim, hidden_dim, num_experts=8)`.
+    GPT-2 is norm_first=True with activation="gelu_tanh"; activation and norm_eps are those of `nn.TransformerBlock`.
     """
 
     checkpoint_blocks = False           # True: of a block only its input is kept for backward (docs/gradient_checkpointing.md)
 
-    def __init__(self, vocab_size, max_seq_len, dim, num_heads, hidden_dim, num_layers, dropout=0.1, norm_first=False, *, ffn=None):
+    def __init__(self, vocab_size, max_seq_len, dim, num_heads, hidden_dim, num_layers, dropout=0.1, norm_first=False, *, ffn=None,
+                 activation="gelu", norm_eps=1e-5):
         super().__init__()
         if isinstance(ffn, nn.Module):
             raise TypeError(f"MiniGPT: ffn must be a function that makes a network for each block, as lambda: nn.MoE({dim}, {hidden_dim}) "
                             f"does, got a {type(ffn).__name__}, which all blocks would share")
         self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         self.embedding = InputEmbedding(vocab_size, dim, max_seq_len)
-        self.blocks = nn.ModuleList([nn.TransformerBlock(dim, num_heads, hidden_dim, dropout, norm_first=norm_first,
+        self.blocks = nn.ModuleList([nn.TransformerBlock(dim, num_heads, hidden_dim, dropout, norm_first, activation, norm_eps=norm_eps,
                                                          ffn=None if ffn is None else ffn()) for _ in range(num_layers)])
-        self.final_norm = nn.LayerNorm(dim)
+        self.final_norm = nn.LayerNorm(dim, norm_eps)
         self.lm_head = nn.Linear(dim, vocab_size, bias=False)
         self.apply(init_weights)
         self.lm_head.weight = self.embedding.token.weight

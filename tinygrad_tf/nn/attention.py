@@ -32,11 +32,13 @@ def join_heads(x):
     return x.transpose(1, 2).reshape(B, T, H * Dh)
 
 
-def _check_heads(dim, num_heads, num_kv_heads):
-    sizes = dim, num_heads, num_kv_heads
+def _check_heads(dim, num_heads, num_kv_heads, head_dim=None):
+    sizes = dim, num_heads, num_kv_heads, *([] if head_dim is None else [head_dim])
     if not all(isinstance(n, Integral) for n in sizes):
         raise TypeError(f"the numbers of features, heads and key heads must be whole numbers, got {', '.join(map(repr, sizes))}")
-    if dim <= 0 or num_heads <= 0 or dim % num_heads:
+    if head_dim is not None and min(dim, num_heads, head_dim) <= 0:
+        raise ValueError(f"dim, num_heads and head_dim must be positive, got {dim}, {num_heads} and {head_dim}")
+    if dim <= 0 or num_heads <= 0 or (head_dim is None and dim % num_heads):
         raise ValueError(f"positive dim must be divisible by positive num_heads, got dim={dim} and num_heads={num_heads}: every "
                          f"head takes dim / num_heads features")
     if num_kv_heads <= 0 or num_heads % num_kv_heads:
@@ -47,24 +49,29 @@ def _check_heads(dim, num_heads, num_kv_heads):
 class MultiHeadAttention(Module):
     """O = concat_h(softmax(Q_h K_hᵀ / √Dh + M) V_h) W_Oᵀ + b_O,   Q, K, V = projections of x      (guide 8)
 
-    x, O: [B, T, C]; each of the H heads has Dh = C / H features. One head is the layer of guide 7. With num_kv_heads < num_heads,
-    groups of query heads share a key and value head (guide 10.4). `dropout` acts on the softmax weights, in training.
+    x, O: [B, T, C]; each of the H heads has Dh = C / H features, or head_dim. One head is the layer of guide 7. With num_kv_heads <
+    num_heads, groups of query heads share a key and value head (guide 10.4). `dropout` acts on the softmax weights, in training.
 
     rope            a RotaryEmbedding(head_dim): turns q and k, never v, by their positions (guide 10.1)
     relative_bias   a module, relative_bias(q_positions, k_positions) → [H, Tq, Tk] or [B, H, Tq, Tk], added to the scores: ALiBi, T5
     window          causal sliding window: a token sees itself and the window − 1 before it (guide 2.2)
+    qkv_bias        whether q, k and v have a bias, where that is not `bias` (Qwen2: they have one, O has none)
+    qk_norm         a function that makes a norm of so many features: q and k of each head are normalised before rope (Qwen3)
     """
 
-    def __init__(self, dim, num_heads, num_kv_heads=None, bias=True, dropout=0.0, *, rope=None, relative_bias=None, window=None):
+    def __init__(self, dim, num_heads, num_kv_heads=None, bias=True, dropout=0.0, *, rope=None, relative_bias=None, window=None,
+                 head_dim=None, qkv_bias=None, qk_norm=None):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(dim, num_heads, num_kv_heads)
-        self.dim, self.num_heads, self.num_kv_heads, self.head_dim = dim, num_heads, num_kv_heads, dim // num_heads
+        num_kv_heads, qkv_bias = num_heads if num_kv_heads is None else num_kv_heads, bias if qkv_bias is None else qkv_bias
+        _check_heads(dim, num_heads, num_kv_heads, head_dim)
+        self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
+        self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.dropout, self.window = checked_probability("MultiHeadAttention", "dropout", dropout), window
-        self.q_proj = Linear(dim, dim, bias)
-        self.k_proj = Linear(dim, num_kv_heads * self.head_dim, bias)
-        self.v_proj = Linear(dim, num_kv_heads * self.head_dim, bias)
-        self.out_proj = Linear(dim, dim, bias)
+        self.q_proj = Linear(dim, num_heads * self.head_dim, qkv_bias)
+        self.k_proj = Linear(dim, num_kv_heads * self.head_dim, qkv_bias)
+        self.v_proj = Linear(dim, num_kv_heads * self.head_dim, qkv_bias)
+        self.out_proj = Linear(num_heads * self.head_dim, dim, bias)
+        self.q_norm, self.k_norm = (None, None) if qk_norm is None else (qk_norm(self.head_dim), qk_norm(self.head_dim))
         self.rope, self.relative_bias = rope, relative_bias
         self._check_parts()
 
@@ -112,7 +119,7 @@ class MultiHeadAttention(Module):
             mask_mod, window = self._window_as(mask_mod, keys, valid_tokens, return_weights)
             seen = {"allowed": checked_allowed(allowed, shape), "mask_mod": mask_mod, "causal": causal or self.window is not None,
                     "window": window, "valid_tokens": valid_tokens}
-        q = split_heads(self.q_proj(x), self.num_heads)
+        q = _normed(self.q_norm, split_heads(self.q_proj(x), self.num_heads))
         k, v = context if isinstance(context, tuple) else self.keys_and_values(x if context is None else context)
         if self.rope is not None:
             q, k = self.rope(q, **turn), self.rope(k, **turn)
@@ -129,7 +136,8 @@ class MultiHeadAttention(Module):
 
     def keys_and_values(self, source):
         """(k, v), each [B, Hkv, Tk, Dh], of source [B, Tk, C], not turned by rope."""
-        return split_heads(self.k_proj(source), self.num_kv_heads), split_heads(self.v_proj(source), self.num_kv_heads)
+        k, v = split_heads(self.k_proj(source), self.num_kv_heads), split_heads(self.v_proj(source), self.num_kv_heads)
+        return _normed(self.k_norm, k), v
 
     def _uses_positions(self):
         return any(part is not None for part in (self.rope, self.relative_bias, self.window))
@@ -202,6 +210,10 @@ class MultiHeadAttention(Module):
     def extra_repr(self):
         shown = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, dropout={self.dropout}"
         return shown if self.window is None else f"{shown}, window={self.window}"
+
+
+def _normed(norm, x):
+    return x if norm is None else norm(x)
 
 
 def _of_queries(positions, shape):

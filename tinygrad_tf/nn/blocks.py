@@ -6,7 +6,9 @@ from .feedforward import GatedFeedForward
 from .layers import Dropout, LayerNorm, Linear, RMSNorm
 from .module import Module
 
-NORMS = {"layer": LayerNorm, "rms": lambda dim, bias: RMSNorm(dim, eps=1e-6)}       # RMSNorm has no bias; guide 10.2
+# RMSNorm has no bias; guide 10.2
+NORMS = {"layer": lambda dim, bias, eps: LayerNorm(dim, eps=1e-5 if eps is None else eps, bias=bias),
+         "rms": lambda dim, bias, eps: RMSNorm(dim, eps=1e-6 if eps is None else eps)}
 GATED = {"glu": "sigmoid", "reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
 
 
@@ -34,22 +36,24 @@ class TransformerBlock(Module):
     pre-norm  (norm_first=True)     x ← x + dropout(sublayer(norm(x)))          the residual path stays free of norms
 
     Dropout acts on what a sublayer adds, and inside the feed-forward network; on attention weights it has its own rate.
-    norm: "layer" or "rms". ffn: "glu", "reglu", "geglu" or "swiglu" for a gated network (guide 10.3), else an activation of
-    `FeedForward`, which `activation` names too; or a module [B, T, C] → [B, T, C], such as `MoE(dim, hidden_dim)` (guide 11.1).
-    rope, relative_bias and window are those of `MultiHeadAttention`.
+    norm: "layer", with eps = 1e-5, or "rms", with 1e-6, unless norm_eps says otherwise.
+    ffn: "glu", "reglu", "geglu" or "swiglu" for a gated network (guide 10.3), else an activation of `FeedForward`, which `activation`
+    names too; or a module [B, T, C] → [B, T, C], such as `MoE(dim, hidden_dim)` (guide 11.1).
+    rope, relative_bias, window, and what else is given by name (head_dim, qkv_bias, qk_norm), are those of `MultiHeadAttention`.
     The modern block (guide 10.5): norm_first=True, norm="rms", ffn="swiglu", bias=False, num_kv_heads below num_heads, rope.
     """
 
     def __init__(self, dim, num_heads, hidden_dim, dropout=0.1, norm_first=False, activation="gelu", *, num_kv_heads=None,
-                 bias=True, attention_dropout=0.0, norm="layer", ffn=None, rope=None, relative_bias=None, window=None):
+                 bias=True, attention_dropout=0.0, norm="layer", norm_eps=None, ffn=None, rope=None, relative_bias=None, window=None,
+                 **attention):
         super().__init__()
         if norm not in NORMS:
             raise ValueError(f"TransformerBlock: norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
         self.norm_first = norm_first
         self.attention = MultiHeadAttention(dim, num_heads, num_kv_heads, bias, attention_dropout, rope=rope,
-                                            relative_bias=relative_bias, window=window)
+                                            relative_bias=relative_bias, window=window, **attention)
         self.ffn = ffn if isinstance(ffn, Module) else feed_forward(activation if ffn is None else ffn, dim, hidden_dim, dropout, bias)
-        self.norm1, self.norm2 = NORMS[norm](dim, bias=bias), NORMS[norm](dim, bias=bias)
+        self.norm1, self.norm2 = NORMS[norm](dim, bias, norm_eps), NORMS[norm](dim, bias, norm_eps)
         self.dropout = Dropout(dropout)
 
     def forward(self, x, causal=False, valid_tokens=None, allowed=None, cache=None, *, position_ids=None, mask_mod=None,

@@ -4,23 +4,42 @@ fan_in is the number of inputs that one output sums over, fan_out the reverse: f
 A sum of fan_in terms with independent weights of variance σ² has fan_in · σ² times the variance of one input: Xavier
 (Glorot and Bengio, 2010) and Kaiming (He et al., 2015) choose σ so that signals, or gradients, keep their size.
 """
+import contextlib
 import math
+import threading
 import warnings
 
 from ..arguments import publish
 from ..autograd import no_grad
 from ..creation import eye, ones_like
 
+_skipping = threading.local()
+
+
+@contextlib.contextmanager
+def skipped():
+    """Inside, this thread draws no first weights: they hold anything until they are loaded, and the random stream stays where it is.
+
+        with nn.init.skipped():
+            model = MiniGPT(…)
+        model.load_state_dict(…)                # of every weight
+    """
+    before, _skipping.now = getattr(_skipping, "now", False), True
+    try:
+        yield
+    finally:
+        _skipping.now = before
+
 
 @no_grad
 def uniform_(tensor, a=0.0, b=1.0, generator=None):
     """Uniform in [a, b)."""
-    return tensor.uniform_(a, b, generator=generator)
+    return tensor if getattr(_skipping, "now", False) else tensor.uniform_(a, b, generator=generator)
 
 
 @no_grad
 def normal_(tensor, mean=0.0, std=1.0, generator=None):
-    return tensor.normal_(mean, std, generator=generator)
+    return tensor if getattr(_skipping, "now", False) else tensor.normal_(mean, std, generator=generator)
 
 
 @no_grad

@@ -112,5 +112,36 @@ def warmup_cosine(step, warmup, total, floor=0.0):
     """
     if step < warmup:
         return step / warmup
-    progress = min((step - warmup) / max(1, total - warmup), 1.0)
-    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+    return floor + (1 - floor) * (1 + math.cos(math.pi * _progress(step, warmup, total))) / 2
+
+
+def warmup_linear(step, warmup, total, floor=0.0):
+    """The same with a straight line from 1 to `floor` in the place of the cosine (guide 16.1)."""
+    if step < warmup:
+        return step / warmup
+    return floor + (1 - floor) * (1 - _progress(step, warmup, total))
+
+
+def warmup_stable_decay(step, warmup, total, floor=0.0, decay=0.2):
+    """WSD: linear from 0 to 1 over `warmup` steps, 1 until the last `decay` share of the `total` steps, a straight line to `floor` there.
+
+    A run can be made longer from any step before its decline: nothing up to there depends on `total`. (Hu et al., MiniCPM, 2024, where
+    the decline is exponential.)  decay: 0, no decline, to 1, as warmup_linear.
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"warmup_stable_decay: decay is the share of the steps in which the rate declines, 0 to 1, got {decay}")
+    start = max(warmup, total - decay * total)
+    return warmup_linear(step, start, total, floor) if step > start and decay else warmup_constant(step, warmup, total, floor)
+
+
+def warmup_constant(step, warmup, total, floor=0.0):
+    """Linear from 0 to 1 over `warmup` steps, then 1; `total` and `floor` are there for the sake of the others' signature."""
+    return step / warmup if step < warmup else 1.0
+
+
+def _progress(step, start, total):
+    """The share of the way from step `start` to step `total`; where that is no way, one step long."""
+    return min((step - start) / max(1, total - start), 1.0)
+
+
+SCHEDULES = {"cosine": warmup_cosine, "linear": warmup_linear, "wsd": warmup_stable_decay, "constant": warmup_constant}

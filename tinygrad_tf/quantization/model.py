@@ -17,8 +17,8 @@ METHODS = {"rtn": lambda weight, scheme, statistics, name: round_to_nearest(weig
 CALIBRATED = ("awq", "gptq")
 
 
-def quantize_model(model, scheme=INT4, method="rtn", calibration=None, keep=()):
-    """A copy of the model in which each `nn.Linear` is a `QuantizedLinear`; embeddings, norms and biases stay floats.
+def quantize_model(model, scheme=INT4, method="rtn", calibration=None, keep=(), inplace=False):
+    """A copy of the model, or with inplace=True itself, in which each `nn.Linear` is a `QuantizedLinear`; all else stays floats.
 
     method: "rtn" rounds to nearest; "awq" and "gptq" look at what the layers get as input when the model reads `calibration`, a
     batch of ids [B, T] or a list of such batches. All statistics are those of the float model, in one pass. A Linear whose weight
@@ -27,7 +27,7 @@ def quantize_model(model, scheme=INT4, method="rtn", calibration=None, keep=()):
     divide into groups.
     """
     _check(model, scheme, method, calibration)
-    result = copy.deepcopy(model)
+    result = model if inplace else copy.deepcopy(model)
     layers = linears(result, keep)
     if not layers:
         raise ValueError(f"quantize_model: {type(model).__name__} has no nn.Linear to quantise, apart from tied ones and those in keep")

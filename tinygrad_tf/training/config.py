@@ -2,8 +2,12 @@
 import dataclasses
 import sys
 
+from ..optim.lr_scheduler import SCHEDULES
+
 LARGEST = sys.float_info.max
 PRECISIONS = "float32", "float16", "bfloat16"
+SAMPLINGS = "random", "epochs"
+SMALLEST_BPE = 260              # four special tokens and the bytes
 
 
 def setting(default, what):
@@ -14,6 +18,8 @@ def setting(default, what):
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Sizes of the model in the guide's letters, and the schedule. Field names are the command line's flags."""
+    tokenizer: str = setting("char", "char, byte, bpe (subwords, learned from the part that is trained on), or a file of a tokenizer")
+    vocab_size: int = setting(1024, "tokens of a bpe tokenizer, fewer where the text is too short for them")
     context: int = setting(64, "T, tokens that the model sees at once")
     dim: int = setting(128, "C, features of a token")
     layers: int = setting(4, "Transformer blocks")
@@ -24,33 +30,44 @@ class TrainConfig:
     experts_per_token: int = setting(2, "k, how many of the experts a token passes")
     balance: str = setting("loss", "what keeps the experts equally loaded: loss (an auxiliary one), bias (in the router) or none")
     batch_size: int = setting(12, "B, windows of text a step")
+    accumulation: int = setting(1, "parts of a batch, one after another, whose gradients add up to those of the whole: less memory")
+    sampling: str = setting("random", "random: windows from anywhere; epochs: windows side by side, each once, then all in a new order")
     steps: int = setting(1200, "updates")
     lr: float = setting(4e-3, "peak learning rate")
-    warmup: int = setting(100, "steps up to the peak; from there half a cosine down to a tenth of it")
+    warmup: int = setting(100, "steps up to the peak")
+    schedule: str = setting("cosine", "from the peak down to a tenth of it: cosine, linear, wsd (late, in the last fifth), or constant")
     weight_decay: float = setting(0.1, "AdamW's, on matrices only")
     clip: float = setting(1.0, "largest gradient norm")
     eval_every: int = setting(200, "steps between evaluations, each of which saves")
+    patience: int = setting(0, "evaluations without a better validation loss after which a run ends; 0: never")
+    keep: int = setting(2, "checkpoints that are kept, the newest ones; the best is kept beside them")
     precision: str = setting("float32", "float32; float16 or bfloat16: matrix products in 16 bits, the weights stay float32")
     activations: str = setting("kept", "kept or recomputed, for backward: the latter needs less memory, and a second forward pass")
     seed: int = setting(0, "of the first weights, the batches and dropout")
 
     def __post_init__(self):
         self._check_types()
-        for name in ("context", "dim", "layers", "heads", "batch_size", "steps", "eval_every"):
+        for name in ("context", "dim", "layers", "heads", "batch_size", "steps", "eval_every", "keep"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("lr", "clip"):
             self._require(name, 0 < getattr(self, name) <= LARGEST, "positive and finite")
-        self._require("warmup", self.warmup >= 0, "at least 0")
+        for name in ("warmup", "patience"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("tokenizer", self.tokenizer, "char, byte, bpe or a file")
+        self._require("vocab_size", self.vocab_size >= SMALLEST_BPE, f"at least {SMALLEST_BPE}")
+        self._require("accumulation", 1 <= self.accumulation <= self.batch_size, f"from 1 to batch_size = {self.batch_size}")
+        self._require_one_of("sampling", SAMPLINGS)
+        self._require_one_of("schedule", SCHEDULES)
         self._require("weight_decay", 0 <= self.weight_decay <= LARGEST, "at least 0")
         self._require("dropout", 0 <= self.dropout < 1, "in [0, 1)")
-        self._require("precision", self.precision in PRECISIONS, f"one of {', '.join(map(repr, PRECISIONS))}")
-        self._require("activations", self.activations in ("kept", "recomputed"), "'kept' or 'recomputed'")
-        self._require("norm", self.norm in ("pre", "post"), "'pre' or 'post'")
+        self._require_one_of("precision", PRECISIONS)
+        self._require_one_of("activations", ("kept", "recomputed"))
+        self._require_one_of("norm", ("pre", "post"))
         self._require("heads", self.dim % self.heads == 0, f"a divisor of dim = {self.dim}")
         self._require("experts", self.experts >= 0, "at least 0")
         most = self.experts or type(self).experts_per_token
         self._require("experts_per_token", 1 <= self.experts_per_token <= most, f"from 1 to {most}")
-        self._require("balance", self.balance in ("loss", "bias", "none"), "'loss', 'bias' or 'none'")
+        self._require_one_of("balance", ("loss", "bias", "none"))
 
     def _check_types(self):
         for field in dataclasses.fields(self):
@@ -61,6 +78,9 @@ class TrainConfig:
     def _require(self, name, holds, what):
         if not holds:
             raise ValueError(f"{name} must be {what}, got {getattr(self, name)}")
+
+    def _require_one_of(self, name, values):
+        self._require(name, getattr(self, name) in values, f"one of {', '.join(map(repr, values))}")
 
     def to_dict(self):
         return dataclasses.asdict(self)

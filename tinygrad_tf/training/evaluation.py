@@ -111,8 +111,12 @@ def evaluate_text(model, tokenizer, text, context=None, batch_size=64):
     They are None where the tokens do not say all of the text, such as an <unk>, or a tokenizer that lowers letters: they cost too little.
     """
     ids = tokenizer.encode(text)
-    num_bytes = len(text.encode()) - _bytes_of(tokenizer, ids[:1]) if tokenizer.decode(ids) == text else None
-    return evaluate_ids(model, ids, model.max_seq_len if context is None else context, batch_size, num_bytes)
+    return evaluate_ids(model, ids, model.max_seq_len if context is None else context, batch_size, predicted_bytes(tokenizer, ids, text))
+
+
+def predicted_bytes(tokenizer, ids, text):
+    """Of UTF-8, in all of the text but its first token; None where the ids do not say all of it."""
+    return len(text.encode()) - _bytes_of(tokenizer, ids[:1]) if tokenizer.decode(ids) == text else None
 
 
 def _bytes_of(tokenizer, ids):

@@ -5,14 +5,16 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 
+from .checkpoint import BEST, CHECKPOINT
+
 try:
     import fcntl
 except ImportError:             # Windows: there is no lock on a folder
     fcntl = None
 
-CHECKPOINT = "checkpoint.safetensors"
-_OUTPUTS = (CHECKPOINT, "metrics.csv", "loss.png", "sample.txt")
-_HALF_WRITTEN = re.compile(rf"\.({'|'.join(map(re.escape, _OUTPUTS))})\.(\d+)\.[0-9a-f]{{8}}\.tmp")        # as write_atomically names them
+_OUTPUTS = (CHECKPOINT, BEST, "config.toml", "metrics.csv", "metrics.jsonl", "speed.csv", "loss.png", "monitor.png", "sample.txt")
+_NAMES = "|".join([*map(re.escape, _OUTPUTS), r"checkpoint-\d{6,}\.safetensors"])
+_HALF_WRITTEN = re.compile(rf"\.({_NAMES})\.(\d+)\.[0-9a-f]{{8}}\.tmp")         # as write_atomically names them
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 

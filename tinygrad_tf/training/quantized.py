@@ -8,7 +8,7 @@ from ..autograd import constant
 from ..backend import device as make_device
 from ..backend import get_default_device, module_of
 from ..creation import zeros
-from ..data import BatchSampler
+from ..data import BatchSampler, Tokenizer
 from ..generation import stream
 from ..models.common import device_of_model
 from ..ops.quantize import Scheme
@@ -17,7 +17,8 @@ from ..quantization.model import METHODS, quantized_linears
 from ..quantization.modules import replaced
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .trainer import TIED, CharTokenizer, build_model, fitting, stored_weights
+from .parts import build_model
+from .state import TIED, fitting, stored_weights
 from .validation import check_sizes
 
 KIND = "quantized weights"
@@ -69,7 +70,7 @@ def load_quantized(path, device=None):
     if state.get("kind") != KIND:
         raise CheckpointError(f"{path} holds no quantised weights; for a run, name its folder")
     with fitting(path):
-        config, tokenizer = TrainConfig.from_dict(state["config"]), CharTokenizer.from_dict(state["tokenizer"])
+        config, tokenizer = TrainConfig.from_dict(state["config"]), Tokenizer.from_dict(state["tokenizer"])
         check_sizes(config, tokenizer.vocab_size, tensors)
         model = with_quantized_layers(build_model(config, tokenizer.vocab_size), state["layers"])
         _load(model, {name.removeprefix("model."): array for name, array in tensors.items()})

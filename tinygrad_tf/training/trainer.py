@@ -1,37 +1,42 @@
 """The training loop of MiniGPT: batch → loss → gradients → clip → AdamW → schedule; evaluate, save, resume (guide 16)."""
 import hashlib
-import os
 import time
-from contextlib import contextmanager
+import warnings
 from pathlib import Path
 
 import numpy as np
 
 from .. import dtypes, random
 from ..amp import GradScaler, autocast
-from ..autograd import constant
-from ..backend import CPU, get_default_device, module_of, to_device
 from ..backend import device as make_device
+from ..backend import get_default_device, module_of
 from ..creation import as_tensor
-from ..data import CORPORA, BatchSampler, CharTokenizer, CorpusError, baselines, load_text, require_length, split_train_validation
-from ..models import MiniGPT
-from ..nn.moe import MoE, routings, update_biases
+from ..data import LMBatch, baselines, load_text, require_length, split_train_validation
+from ..nn.moe import routings, update_biases
 from ..nn.utils import clip_grad_norm_
 from ..optim import AdamW, decay_groups
-from ..optim.lr_scheduler import LambdaLR, warmup_cosine
-from ..serialization import one_line
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from .config import TrainConfig
-from .evaluation import evaluate
-from .folder import CHECKPOINT, locked, remove_leftovers
-from .metrics import FIELDS, WITH_EXPERTS, Metrics
-from .validation import as_json, check_equal, check_metrics, check_moments, check_scaler, check_sizes, check_state, check_weights
+from ..optim.lr_scheduler import SCHEDULES, LambdaLR
+from .checkpoint import (
+    CHECKPOINT,
+    CheckpointError,
+    CheckpointWarning,
+    keep_as_before,
+    keep_as_best,
+    load_newest,
+    remove_old,
+    save_checkpoint,
+)
+from .config_file import write_config
+from .evaluation import evaluate, predicted_bytes
+from .folder import locked, remove_leftovers
+from .metrics import Metrics, fields_of, norms_by_module
+from .parts import absolute, build_model, encode_split, make_sampler, make_tokenizer, with_absolute_paths
+from .state import check_record, fitting, join_tensors, load_weights, split_tensors, stored_weights, upgraded, versions
+from .validation import as_json, check_equal, check_metrics, check_moments, check_scaler
 
-TIED = "lm_head.weight"         # the embedding's, under whose name it is stored
-FINAL_LR = 0.1                  # the cosine ends at this share of the peak
+FINAL_LR = 0.1                  # the schedule ends at this share of the peak
 BALANCE_WEIGHT = 0.01           # of the balance loss of each mixture of experts, beside the loss of the text
 MOST_SKIPPED = 32               # batches in a row: from 2¹⁶ the scale has then gone down to 2⁻¹⁶
-BIAS_RATE = 0.001               # step of the bias of a router, where that keeps the balance
 
 
 class Trainer:
@@ -42,26 +47,34 @@ class Trainer:
     may go on on another one, with numbers that differ in their last bits.
     """
 
-    def __init__(self, config, sources, folder, device=None):
-        """sources: names of corpora and paths of UTF-8 files, as `data.load_text` takes them. device: by default the default one."""
+    def __init__(self, config, sources, folder, device=None, callbacks=()):
+        """sources: names of corpora and paths of UTF-8 files, as `data.load_text` takes them. device: by default the default one.
+
+        callbacks: of `training.Callback`, what looks on.
+        """
         self.device = make_device(get_default_device() if device is None else device)
         module_of(self.device)                          # a GPU that is not there is told before the work
-        self.config, self.sources, self.folder = config, absolute(sources), Path(folder)
+        self.config, self.sources, self.folder = with_absolute_paths(config), absolute(sources), Path(folder)
         text = load_text(sources)
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        self.tokenizer, self.train_ids, self.validation_ids = encode_split(text)
+        tokenizer = make_tokenizer(config.tokenizer, text, config.vocab_size)
+        self.tokenizer, self.train_ids, self.validation_ids = encode_split(text, tokenizer)
         require_length(self.train_ids, config.context, "training text")
         require_length(self.validation_ids, 1, "held-out text")
+        self.validation_bytes = predicted_bytes(tokenizer, self.validation_ids, split_train_validation(text)[1])
         random.manual_seed(config.seed)
         self.model = build_model(config, self.tokenizer.vocab_size).to(self.device)
         self.optimizer = AdamW(decay_groups(self.model, config.weight_decay), lr=config.lr, betas=(0.9, 0.99))
         self.autocast = autocast(self.device.type, dtypes.as_dtype(config.precision), enabled=config.precision != "float32")
         self.scaler = GradScaler(self.device.type, enabled=config.precision == "float16")
-        self.scheduler = LambdaLR(self.optimizer, lambda step: warmup_cosine(step + 1, config.warmup, config.steps + 1, FINAL_LR))
-        self.sampler = BatchSampler(self.train_ids, config.context, config.batch_size, seed=config.seed)
-        self.fields = WITH_EXPERTS if config.experts else FIELDS
+        schedule = SCHEDULES[config.schedule]
+        self.scheduler = LambdaLR(self.optimizer, lambda step: schedule(step + 1, config.warmup, config.steps + 1, FINAL_LR))
+        self.sampler = make_sampler(config, self.train_ids)
+        self.fields = fields_of(self.model, config.experts)
         self.metrics, self.step, self.random_state = Metrics(self.folder, fields=self.fields), 0, random.get_rng_state()
-        self.expert_load = None                         # of the last step: that of the fullest expert, in units of its fair share
+        self.observed = {}                              # in the last step, beside its loss: load of the experts, norms by module
+        self.callbacks, self.stopping = list(callbacks), False
+        self.saved_step = None                          # of the newest checkpoint in the folder, as far as it is known to be whole
 
     def baselines(self):
         """{n: nats per token} of the n-gram models on the same split."""
@@ -82,17 +95,27 @@ class Trainer:
                                  f"smaller --lr, a longer --warmup, or --precision bfloat16")
 
     def _backward(self):
-        """The gradients of the next batch, clipped. Returns (loss, gradient norm before clipping)."""
+        """The gradients of the next batch, clipped. Returns (loss, gradient norm before clipping).
+
+        In parts, one after another, they add up to the same: each counts by its share of the targets.
+        """
         random.set_rng_state(self.random_state)         # whoever drew random numbers since the last step changes nothing here
-        inputs, targets = (as_tensor(ids, device=self.device) for ids in self.sampler.next())
+        batch, loss, self.observed = LMBatch(*map(as_tensor, self.sampler.next())), 0.0, {}
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast, routings() as routed:
-            _, loss = self.model(inputs, targets)
-            minimised = self._with_balance(loss, routed)
-        self.scaler.scale(minimised).backward()
+        for part, share in batch.parts(self.config.accumulation):
+            loss += share * self._backward_of(part.to(self.device), share)
         self.scaler.unscale_(self.optimizer)
-        return loss.item(), clip_grad_norm_(self.model.parameters(), self.config.clip).item()
+        self.observed.update(norms_by_module(self.model))
+        return loss, clip_grad_norm_(self.model.parameters(), self.config.clip).item()
+
+    def _backward_of(self, part, share):
+        """Adds the gradients of share · loss. Returns the loss."""
+        with self.autocast, routings() as routed:
+            _, loss = self.model(**part)
+            minimised = self._with_balance(loss, routed)
+        self.scaler.scale(minimised * share).backward()
+        return loss.item()
 
     def _update(self, loss, norm):
         """Moves the weights and the schedule by one step. False, and all stays, where the scaler leaves the step out."""
@@ -112,7 +135,8 @@ class Trainer:
 
     def _with_balance(self, loss, routed):
         """What is minimised: the loss of the text and, where the configuration says so, the balance loss of each mixture of experts."""
-        self.expert_load = max((routing.max_load for routing in routed), default=None)
+        if routed:                                      # of the fullest expert, in units of its fair share
+            self.observed["expert_load"] = max(self.observed.get("expert_load", 0), *(routing.max_load for routing in routed))
         if not routed or self.config.balance != "loss":
             return loss
         return loss + BALANCE_WEIGHT * sum(routing.balance_loss() for routing in routed)
@@ -124,7 +148,7 @@ class Trainer:
                                      f"--lr, or a longer --warmup")
 
     def run(self, should_stop=lambda: False, report=lambda **numbers: None):
-        """Trains up to config.steps, or until should_stop() after a step. Returns True when the run is complete.
+        """Trains to the end (`is_complete`), or until should_stop() after a step. Returns True when the run is complete.
 
         Saves at the start, at each evaluation and when it stops. report(step=…, loss=…, lr=…, tokens_per_second=…,
         validation_loss=… or None) is called after each step; the rate does not count evaluations. BlockingIOError where another
@@ -134,25 +158,56 @@ class Trainer:
         with locked(self.folder), np.errstate(over="ignore", invalid="ignore"):         # what overflows is found by _check_finite
             remove_leftovers(self.folder)
             self.save()                                 # a folder that cannot be written to shows before the work is done
-            return self._loop(should_stop, report)
+            write_config(self.folder / "config.toml", {"text": self.sources, **self.config.to_dict()})
+            self._tell("on_start")
+            complete = self._loop(should_stop, report)
+            self._tell("on_end", complete)
+            return complete
+
+    def stop(self):
+        """For callbacks: the run ends after this step, saved."""
+        self.stopping = True
+
+    def _tell(self, event, *args):
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *args)
 
     def _loop(self, should_stop, report):
-        seconds, first = 0.0, self.step
-        while self.step < self.config.steps:
-            lr, started = self.scheduler.get_last_lr()[0], time.perf_counter()
-            loss, norm = self.train_step()
-            seconds += time.perf_counter() - started
-            validation_loss = self.evaluate() if self._evaluation_is_due() else None
-            self.metrics.add(step=self.step, learning_rate=lr, train_loss=loss, gradient_norm=norm, validation_loss=validation_loss,
-                             expert_load=self.expert_load)
-            stop = should_stop()
-            if stop or validation_loss is not None:
+        seconds, first, self.stopping = 0.0, self.step, False
+        while not self.is_complete():
+            numbers = self._measured_step()
+            seconds += numbers["seconds"]
+            stop = should_stop() or self.stopping
+            if stop or numbers["validation_loss"] is not None:
                 self.save()
-            report(step=self.step, loss=loss, lr=lr, validation_loss=validation_loss,
-                   tokens_per_second=(self.step - first) * self.config.batch_size * self.config.context / seconds)
-            if stop and self.step < self.config.steps:
+            report(step=self.step, loss=numbers["train_loss"], lr=numbers["learning_rate"], validation_loss=numbers["validation_loss"],
+                   tokens_per_second=(self.step - first) * numbers["tokens"] / seconds)
+            if stop and not self.is_complete():
                 return False
         return True
+
+    def _measured_step(self):
+        """One step, its evaluation if one is due, and its row; returns what callbacks get."""
+        lr, started = self.scheduler.get_last_lr()[0], time.perf_counter()
+        loss, norm = self.train_step()
+        seconds = time.perf_counter() - started
+        validation_loss = self.evaluate() if self._evaluation_is_due() else None
+        if validation_loss is not None:
+            self._tell("on_evaluation", validation_loss)
+        row = {"step": self.step, "learning_rate": lr, "train_loss": loss, "gradient_norm": norm, "validation_loss": validation_loss,
+               "expert_load": None, **self.observed}
+        self.metrics.add(**row)
+        numbers = {**row, "tokens": self.config.batch_size * self.config.context, "seconds": seconds}
+        self._tell("on_step", numbers)
+        return numbers
+
+    def is_complete(self):
+        """All steps are made, or the validation loss has not become better for config.patience evaluations."""
+        return self.step >= self.config.steps or 0 < self.config.patience <= self.evaluations_since_best()
+
+    def evaluations_since_best(self):
+        losses = self.metrics.column("validation_loss")[1]
+        return len(losses) - 1 - int(np.argmin(losses)) if len(losses) else 0
 
     def _evaluation_is_due(self):
         return self.step % self.config.eval_every == 0 or self.step == self.config.steps
@@ -166,37 +221,57 @@ class Trainer:
     # --- the checkpoint ---------------------------------------------------------------------------------------------
 
     def save(self):
-        """The checkpoint, and metrics.csv from the numbers that are also in it."""
+        """The checkpoint, and metrics.csv from the numbers that are also in it. The one before it stays, as many as config.keep says."""
         tensors = stored_weights(self.model)
         self._check_finite("weights", sum(float(abs(a).max()) for a in tensors.values()))
         moments, optimizer = split_tensors(self.optimizer.state_dict())
         tensors.update({f"optimizer.{k}": v for k, v in moments.items()}, rng=self.random_state, metrics=self.metrics.table())
+        if self.config.keep > 1 and self.saved_step not in (None, self.step):
+            keep_as_before(self.folder, self.saved_step)
         save_checkpoint(self.folder / CHECKPOINT, tensors, {
-            "step": self.step, "config": self.config.to_dict(), "tokenizer": self.tokenizer.to_dict(), "optimizer": optimizer,
-            "scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "sampler": self.sampler.state_dict(),
-            "sources": self.sources, "text": self.fingerprint})
+            "step": self.step, "config": self.config.to_dict(), "tokenizer": self.tokenizer.to_dict(),
+            "tokenizer_sha256": self.tokenizer.fingerprint, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(), "sampler": self.sampler.state_dict(), "fields": list(self.fields), "sources": self.sources,
+            "text": self.fingerprint, "versions": versions()})
+        self.saved_step = self.step
+        remove_old(self.folder, self.step, self.config.keep)
+        if self._is_best():
+            keep_as_best(self.folder)
         self.metrics.write()
+        self._tell("on_save", self.folder / CHECKPOINT)
+
+    def _is_best(self):
+        """Whether the weights of now were just evaluated, and lost less than all before them."""
+        steps = self.metrics.column("validation_loss")[0]
+        return len(steps) > 0 and steps[-1] == self.step and self.evaluations_since_best() == 0
 
     @classmethod
-    def resume(cls, folder, sources=None, device=None):
-        """The run in a folder, as it was when its checkpoint was written; the text is read again. Raises CheckpointError."""
+    def resume(cls, folder, sources=None, device=None, callbacks=()):
+        """The run in a folder, as it was when its newest checkpoint was written; the text is read again. Raises CheckpointError.
+
+        A CheckpointWarning says where that checkpoint is damaged, and the one before it is used, or where versions differ.
+        """
         with locked(folder):                            # whoever trains there now will write a newer one
-            tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
+            tensors, state, path = load_newest(folder)
         with fitting(folder):
-            config, tokenizer = check_record(tensors, state)
-            self = cls(config, sources or state["sources"], folder, device)
+            state = upgraded(state)
+            config, _ = check_record(tensors, state)
+            self = cls(config, sources or state["sources"], folder, device, callbacks)
             if self.fingerprint != state["text"]:
                 raise CheckpointError(f"the run in {folder} was trained on another text than {', '.join(self.sources)} holds now; "
                                       f"resume it with the same text")
             self._load(tensors, state)
+        if path.name == CHECKPOINT:
+            self.saved_step = self.step
+        warn_of_versions(state["versions"])
         return self
 
     def _load(self, tensors, state):
         """Puts a new trainer where the checkpoint's was."""
         check_equal(state["tokenizer"], self.tokenizer.to_dict(), "tokenizer")
         self.step, self.random_state = state["step"], tensors["rng"]
-        check_metrics(tensors["metrics"], self.step, self.fields)
-        self.metrics = Metrics(self.folder, tensors["metrics"], self.fields)
+        check_metrics(tensors["metrics"], self.step, state["fields"], list(self.fields))
+        self.metrics = Metrics(self.folder, with_columns(tensors["metrics"], state["fields"], self.fields), self.fields)
         load_weights(self.model, tensors)
         self._load_optimizer(tensors, state)
         check_scaler(state.get("scaler", {}), self.scaler.state_dict())
@@ -217,97 +292,15 @@ class Trainer:
         self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
 
 
-@contextmanager
-def fitting(folder):
-    """Turns whatever a checkpoint lacks, or has too much of, into one CheckpointError."""
-    try:
-        yield
-    except (CheckpointError, CorpusError):
-        raise
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"the checkpoint in {folder} does not fit this version of tinygrad_tf "
-                              f"({type(error).__name__}: {one_line(error)})") from None
+def with_columns(table, names, wanted):
+    """The columns of a table in the order that is wanted, NaN where there is none.    table: [N, len(names)] → [N, len(wanted)]"""
+    columns = dict(zip(names, table.T))
+    return np.stack([columns.get(name, np.full(len(table), np.nan)) for name in wanted], axis=1)
 
 
-def absolute(sources):
-    """A list of sources that means the same from any folder: paths become absolute, names of corpora stay."""
-    sources = [sources] if isinstance(sources, (str, os.PathLike)) else sources
-    return [source if source in CORPORA else os.path.abspath(source) for source in sources]
-
-
-def encode_split(text, tokenizer=None):
-    """(tokenizer, training ids, held-out ids: the last 10 % of the text); by default the tokenizer of all its characters."""
-    tokenizer = tokenizer or CharTokenizer.from_text(text)
-    train, validation = split_train_validation(text)
-    return tokenizer, tokenizer.encode(train), tokenizer.encode(validation)
-
-
-def build_model(config, vocab_size):
-    model = MiniGPT(vocab_size, config.context, config.dim, config.heads, 4 * config.dim, config.layers, config.dropout,
-                    norm_first=config.norm == "pre", ffn=(lambda: build_experts(config)) if config.experts else None)
-    model.checkpoint_blocks = config.activations == "recomputed"
-    return model
-
-
-def build_experts(config):
-    """The feed-forward network of a block: E times that of a model without experts. With k = 1 a softmax of the chosen would be 1,
-    and teach the router nothing.
-    """
-    return MoE(config.dim, 4 * config.dim, config.experts, config.experts_per_token, ffn="gelu", bias=True, dropout=config.dropout,
-               router="softmax_topk" if config.experts_per_token == 1 else "topk_softmax",
-               bias_rate=BIAS_RATE if config.balance == "bias" else None)
-
-
-def check_record(tensors, state):
-    """(configuration, tokenizer) of a checkpoint, when it holds what it must and its sizes are those of its weights."""
-    check_state(state)
-    config, tokenizer = TrainConfig.from_dict(state["config"]), CharTokenizer.from_dict(state["tokenizer"])
-    check_sizes(config, tokenizer.vocab_size, tensors)
-    return config, tokenizer
-
-
-def stored_weights(model):
-    """{"model.…": NumPy array} of all parameters and buffers; the tied head is left out."""
-    return {f"model.{k}": to_device(v.array, CPU) for k, v in model.state_dict().items() if k != TIED}
-
-
-def load_weights(model, tensors):
-    """Copies the arrays "model.…" of a checkpoint into a model; the tied head is stored once, under the embedding's name."""
-    check_weights(tensors)
-    weights = {k.removeprefix("model."): constant(a) for k, a in tensors.items() if k.startswith("model.")}
-    weights[TIED] = weights["embedding.token.weight"]
-    model.load_state_dict(weights)
-
-
-def load_model(folder, device=None):
-    """(model in eval mode, tokenizer, state) of a run's checkpoint; state holds "config", "sources", "step". CheckpointError.
-
-    The checkpoint may have been written on any device; the model comes to `device`, by default the default one.
-    """
-    device = make_device(get_default_device() if device is None else device)
-    module_of(device)
-    tensors, state = load_checkpoint(Path(folder) / CHECKPOINT)
-    with fitting(folder):
-        config, tokenizer = check_record(tensors, state)
-        model = build_model(config, tokenizer.vocab_size)
-        load_weights(model, tensors)
-    return model.to(device).eval(), tokenizer, state
-
-
-def split_tensors(state):
-    """An optimizer's state dict as ({"0.exp_avg": NumPy array, …}, the rest with plain numbers), so that JSON can hold the rest."""
-    arrays, rest = {}, {"param_groups": state["param_groups"], "state": {}}
-    for index, entries in state["state"].items():
-        arrays.update({f"{index}.{k}": to_device(v.array, CPU) for k, v in entries.items() if hasattr(v, "array")})
-        rest["state"][str(index)] = {k: v for k, v in entries.items() if not hasattr(v, "array")}
-    return arrays, rest
-
-
-def join_tensors(rest, tensors, prefix):
-    """The reverse of `split_tensors`."""
-    state = {int(i): dict(entries) for i, entries in rest["state"].items()}
-    for name, array in tensors.items():
-        if name.startswith(prefix):
-            index, key = name.removeprefix(prefix).split(".", 1)
-            state[int(index)][key] = constant(array)
-    return {"param_groups": rest["param_groups"], "state": state}
+def warn_of_versions(saved):
+    """A run goes on with other versions than it was saved with: that is no mistake, and its numbers may be others."""
+    now = versions()
+    if differing := [f"{name} {version}, now {now[name]}" for name, version in saved.items() if now.get(name, version) != version]:
+        warnings.warn(f"the run was saved with {'; '.join(differing)}: its numbers may differ in their last digits from those of a run "
+                      f"without a stop", CheckpointWarning, stacklevel=3)

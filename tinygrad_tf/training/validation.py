@@ -15,13 +15,14 @@ _EMBEDDING = "model.embedding.token.weight", "model.embedding.position.weight"
 
 def check_state(state):
     """The parts of the JSON whose types decide what happens next."""
-    kinds = {"step": int, "config": dict, "tokenizer": dict, "optimizer": dict, "scheduler": dict, "sampler": dict, "sources": list,
-             "text": str}
+    kinds = {"step": int, "config": dict, "tokenizer": dict, "tokenizer_sha256": str, "optimizer": dict, "scheduler": dict, "sampler": dict,
+             "sources": list, "text": str, "fields": list, "versions": dict}
     for name, kind in kinds.items():
         _require(name, state[name], type(state[name]) is kind, f"of type {kind.__name__}")
     step, sources = state["step"], state["sources"]
     _require("step", step, 0 <= step <= state["config"]["steps"], "from 0 to the configuration's steps")
     _require("sources", sources, sources and all(type(source) is str for source in sources), "names and paths")
+    _require("versions", state["versions"], all(type(version) is str for version in state["versions"].values()), "names and versions")
 
 
 def check_sizes(config, vocab_size, tensors):
@@ -51,8 +52,9 @@ def check_moments(tensors, step, params):
         _require_floats(name, tensors[name], valid[name.rpartition(".")[2]])
 
 
-def check_metrics(table, step, fields):
-    """Rows of steps that were made, in their order; a number that was not measured is NaN."""
+def check_metrics(table, step, fields, known):
+    """Rows of steps that were made, in their order; a number that was not measured is NaN. fields: its columns, of those that are known."""
+    _require("fields", fields, fields[:1] == ["step"] and fields == [name for name in known if name in fields], f"some of {known}")
     _require("the shape of metrics", table.shape, table.ndim == 2 and table.shape[1] == len(fields), f"[N, {len(fields)}]")
     _require_floats("metrics", table, lambda a: ~np.isinf(a))
     steps = table[:, 0]

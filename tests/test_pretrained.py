@@ -1,0 +1,298 @@
+"""Published families: the same logits, losses and gradients as `transformers` computed, and files that both sides read."""
+import json
+
+import numpy as np
+import pytest
+import record_pretrained
+from device import host
+
+import tinygrad_tf as torch
+from tinygrad_tf import nn
+from tinygrad_tf.models import Decoder, MiniGPT
+from tinygrad_tf.nn import functional as F
+from tinygrad_tf.pretrained import Pretrained, PretrainedError, from_pretrained, save_pretrained
+from tinygrad_tf.pretrained.bert import bert
+from tinygrad_tf.pretrained.families import FAMILIES
+from tinygrad_tf.pretrained.loading import Renamed, built
+
+FOLDER = record_pretrained.FOLDER
+NAMES = list(record_pretrained.MODELS)
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def recorded(name):
+    with np.load(FOLDER / f"{name}.npz") as file:
+        arrays = dict(file)
+    config = json.loads(arrays.pop("config").tobytes())
+    weights = {key.removeprefix("weight "): arrays.pop(key) for key in list(arrays) if key.startswith("weight ")}
+    grads = {key.removeprefix("gradient "): arrays.pop(key) for key in list(arrays) if key.startswith("gradient ")}
+    return config, weights, grads, arrays
+
+
+def write(folder, config, weights):
+    from safetensors.numpy import save_file
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def published(tmp_path):
+    """published(name): the folder as `transformers` writes it."""
+    def make(name, change=lambda config, weights: None):
+        config, weights, *_ = recorded(name)
+        change(config, weights)
+        return write(tmp_path / name, config, weights)
+    return make
+
+
+def result_of(model, arrays):
+    """(logits or states [B, T, …], loss) on the recorded inputs."""
+    ids, valid, targets = record_pretrained.inputs()
+    tokens = ids if "types" not in arrays else np.stack([ids, arrays["types"]], axis=-1)
+    tokens, valid, targets = (torch.as_tensor(x) for x in (tokens, valid, targets))
+    out = model(tokens, valid_tokens=valid)
+    out = out[0] if isinstance(out, tuple) else out
+    width = out.shape[-1]
+    loss = F.cross_entropy(out.reshape(-1, width), torch.where(targets >= 0, targets % width, targets).reshape(-1))
+    return out, loss, host(valid)
+
+
+def assert_close(found, expected, tolerance, what):
+    """max |Δ| ÷ max |expected|"""
+    assert found.shape == expected.shape, what
+    difference = np.abs(found - expected).max() / np.abs(expected).max()
+    assert difference <= tolerance, (what, difference)
+
+
+# --- the numbers ------------------------------------------------------------------------------------------------------------------
+
+@every
+def test_logits_and_gradients_are_those_of_transformers(published, name):
+    """Logits within 1e-5, gradients within 1e-4 of the largest; of padded rows the real tokens."""
+    known = from_pretrained(published(name), device=torch.get_default_device())
+    config, _, grads, arrays = recorded(name)
+    out, loss, valid = result_of(known.model, arrays)
+    assert_close(host(out)[valid], arrays["result"][valid], 1e-5, "logits")
+    assert loss.item() == pytest.approx(float(arrays["loss"]), rel=1e-5)
+    loss.backward()
+    family, largest = FAMILIES[config["model_type"]], max(np.abs(g).max() for g in grads.values())
+    parameters, compared = dict(known.model.named_parameters()), set()
+    grads = {key.removeprefix(family.prefix): g for key, g in grads.items()}
+    for rule in family.rules(known.model, config):
+        if not all(theirs in grads for theirs in rule.theirs):
+            continue                                    # a parameter that this loss does not reach
+        ours = [host(parameters[key].grad) for key in rule.ours]
+        for theirs, found in zip(rule.theirs, rule.save(*ours)):
+            assert np.abs(found - grads[theirs]).max() <= 1e-4 * largest, theirs
+            compared.add(theirs)
+    assert compared >= set(grads) - {"lm_head.weight", "pooler.dense.weight", "pooler.dense.bias"}
+
+
+@every
+def test_it_is_the_model_that_the_configuration_says(published, name):
+    known = from_pretrained(published(name))
+    config = recorded(name)[0]
+    assert known.family == config["model_type"] and known.config == config and not known.model.training
+    again = FAMILIES[known.family].config_of(known.model)
+    for key in again.keys() & config.keys() - {"n_inner", "head_dim"}:
+        assert again[key] == config[key], key
+    assert known.tokenizer is None and known.chat_template is None
+
+
+def test_a_window_and_types_and_experts_matter(published):
+    """The references would not tell a model without them."""
+    for name, change in {"mistral": {"sliding_window": None}, "mixtral": {"num_experts_per_tok": 1},
+                         "llama_tied": {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}}.items():
+        known = from_pretrained(published(name, lambda config, _, change=change: config.update(change)))
+        arrays = recorded(name)[3]
+        out, _, valid = result_of(known.model, arrays)
+        assert np.abs(host(out)[valid] - arrays["result"][valid]).max() > 1e-2, name
+    known, arrays = from_pretrained(published("bert")), recorded("bert")[3]
+    out, _, valid = result_of(known.model, {**arrays, "types": 0 * arrays["types"]})
+    assert np.abs(host(out)[valid] - arrays["result"][valid]).max() > 1e-2
+
+
+# --- files --------------------------------------------------------------------------------------------------------------------------
+
+@every
+def test_what_is_saved_is_the_same_file(published, tmp_path, name):
+    """Names and numbers; what is stored twice, or belongs to no part of the model, is left out."""
+    known = from_pretrained(published(name))
+    save_pretrained(known, tmp_path / "ours")
+    from safetensors.numpy import load_file
+    ours, theirs = load_file(tmp_path / "ours/model.safetensors"), recorded(name)[1]
+    prefix = FAMILIES[known.family].prefix
+    theirs = {(k if k.startswith(("lm_head", "cls.")) or k.startswith(prefix) else prefix + k): a for k, a in theirs.items()
+              if "pooler" not in k and (k != "lm_head.weight" or not known.config.get("tie_word_embeddings"))}
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].dtype == a.dtype and (ours[key] == a).all() for key, a in theirs.items())
+    again = from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(p, q) for p, q in zip(known.model.parameters(), again.model.parameters()))
+
+
+OWN = {
+    "gpt2": lambda: MiniGPT(61, 32, 16, 4, 64, 2, norm_first=True, activation="gelu_tanh"),
+    "exact gelu": lambda: MiniGPT(61, 32, 16, 4, 24, 2, norm_first=True),
+    "llama, neighbours turned": lambda: Decoder(61, 32, 16, 4, 24, 2, num_kv_heads=2),
+    "halves turned, a head of its own": lambda: Decoder(61, 32, 16, 4, 24, 2, rope_layout="half_split", tie_weights=False),
+    "qwen3": lambda: Decoder(61, 32, 16, 4, 24, 2, head_dim=8, qk_norm=lambda n: nn.RMSNorm(n, eps=1e-6)),
+    "qwen2": lambda: Decoder(61, 32, 16, 4, 24, 2, qkv_bias=True),
+    "mistral": lambda: Decoder(61, 32, 16, 4, 24, 2, window=4),
+    "mixtral": lambda: Decoder(61, 32, 16, 4, 24, 2, ffn=lambda: nn.MoE(16, 24, 3, 2)),
+    "bert": lambda: bert(61, 32, 16, 4, 24, 2),
+}
+
+
+def own_model(name):
+    torch.manual_seed(0)
+    model = OWN[name]().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape)
+    return model
+
+
+def logits_of(model):
+    ids, valid, _ = record_pretrained.inputs()
+    out = model(torch.as_tensor(ids), valid_tokens=torch.as_tensor(valid))
+    return host(out[0] if isinstance(out, tuple) else out)[valid]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_model_of_ones_own_is_saved_and_read(tmp_path, name):
+    model = own_model(name)
+    save_pretrained(model, tmp_path / "own")
+    known = from_pretrained(tmp_path / "own")
+    np.testing.assert_allclose(logits_of(known.model), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", OWN)
+def test_transformers_reads_what_is_saved(tmp_path, name):
+    """With the same logits, within 1e-5."""
+    transformers = pytest.importorskip("transformers")
+    import torch as pytorch
+    model = own_model(name)
+    save_pretrained(model, tmp_path / "own")
+    kind = json.loads((tmp_path / "own/config.json").read_text())["architectures"][0]
+    theirs, notes = getattr(transformers, kind).from_pretrained(tmp_path / "own", output_loading_info=True)
+    assert not notes["unexpected_keys"] and all("pooler" in key for key in notes["missing_keys"])
+    ids, valid, _ = record_pretrained.inputs()
+    with pytorch.no_grad():
+        out = theirs.eval()(input_ids=pytorch.tensor(ids), attention_mask=pytorch.tensor(valid).long())
+    expected = (out.logits if hasattr(out, "logits") else out.last_hidden_state).numpy()[valid]
+    assert_close(logits_of(model), expected, 1e-5, name)
+
+
+@pytest.mark.torch
+@every
+def test_live(tmp_path, name):
+    """Another random model than the recorded one."""
+    pytest.importorskip("transformers")
+    theirs = record_pretrained.made(name, seed=7)
+    theirs.save_pretrained(tmp_path)
+    types = np.arange(12) // 5 % 2 * np.ones((3, 1), np.int64) if name.startswith("bert") else None
+    result, loss, _ = record_pretrained.computed(theirs, types)
+    out, ours, valid = result_of(from_pretrained(tmp_path).model, {} if types is None else {"types": types})
+    assert_close(host(out)[valid], result[valid], 1e-5, "logits")
+    assert ours.item() == pytest.approx(loss, rel=1e-5)
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------------------------
+
+def dropped(*names):
+    return lambda config, weights: [weights.pop(name) for name in names]
+
+
+def reshaped(name, shape):
+    return lambda config, weights: weights.update({name: np.zeros(shape, np.float32)})
+
+
+def configured(**values):
+    return lambda config, weights: config.update(values)
+
+
+WRONG = {
+    "a tensor is missing": ("llama", dropped("model.norm.weight"), "missing: norm.weight"),
+    "many are": ("gpt2", lambda config, weights: [weights.pop(name) for name in list(weights) if "h.1" in name], "and 2 more"),
+    "one is too many": ("bert", reshaped("bert.extra.weight", (3,)), "unexpected: extra.weight"),
+    "a shape is another": ("llama", reshaped("model.layers.1.mlp.up_proj.weight", (24, 17)),
+                           r"misshapen: layers.1.mlp.up_proj.weight .*17\]"),
+    "no three parts": ("gpt2", reshaped("transformer.h.0.attn.c_attn.weight", (16, 47)), "misshapen: h.0.attn.c_attn.weight"),
+    "experts of two sizes": ("mixtral", reshaped("model.layers.0.block_sparse_moe.experts.1.w1.weight", (23, 16)), "misshapen"),
+    "a size is none": ("llama", configured(hidden_size=None), "hidden_size must be a positive int"),
+    "a size is negative": ("gpt2", configured(n_layer=-1), "n_layer must be"),
+    "a size is huge": ("gpt2", configured(n_embd=2**40), "n_embd must be"),
+    "heads do not divide": ("bert", configured(num_attention_heads=3), "fits no bert"),
+    "RoPE of a kind that is not known": ("llama", configured(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+                                         "rope_type = 'llama3'"),
+    "an activation that is not known": ("gpt2", configured(activation_function="mish"), "activation_function must be one of"),
+    "a bias that there is not": ("llama", configured(mlp_bias=True), "mlp_bias = True is not supported"),
+    "a family that is not known": ("llama", configured(model_type="falcon"), "'falcon' are not known"),
+    "no family": ("llama", configured(model_type=None), "does not say its model_type"),
+    "more layers than there are": ("llama", configured(num_hidden_layers=3), "missing: layers.2"),
+    "fewer": ("llama", configured(num_hidden_layers=1), "unexpected: layers.1"),
+    "another vocabulary": ("llama", configured(vocab_size=60), "misshapen: embed_tokens.weight"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_named(published, case):
+    name, change, said = WRONG[case]
+    with pytest.raises(PretrainedError, match=said) as caught:
+        from_pretrained(published(name, change))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1500
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(PretrainedError, match="there is no .*nowhere"):
+        from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds neither model.safetensors"):
+        from_pretrained(tmp_path)
+    write(tmp_path / "no_config", {}, {"a": np.zeros(3, np.float32)})
+    with pytest.raises(PretrainedError, match="no configuration"):
+        from_pretrained(tmp_path / "no_config")
+
+
+def test_models_of_no_family_are_refused(tmp_path):
+    for model in MiniGPT(11, 8, 8, 2, 16, 1), nn.Linear(2, 3), MiniGPT(11, 8, 8, 2, 16, 1, norm_first=True, ffn=lambda: nn.MoE(8, 16)):
+        with pytest.raises(ValueError, match="no published family"):
+            save_pretrained(model, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_prefix_may_be_there_or_not(published):
+    """GPT-2 was published without, and its masks are stored among the weights."""
+    def bare(config, weights):
+        for key in list(weights):
+            weights[key.removeprefix("transformer.")] = weights.pop(key)
+        weights["h.0.attn.bias"], weights["lm_head.weight"] = np.ones((1, 1, 4, 4), np.float32), weights["wte.weight"].copy()
+    known = from_pretrained(published("gpt2", bare))
+    arrays = recorded("gpt2")[3]
+    out, _, valid = result_of(known.model, arrays)
+    assert_close(host(out)[valid], arrays["result"][valid], 1e-5, "logits")
+
+
+def test_first_weights_are_not_drawn():
+    """To load a model takes no random number, and inside no thread but this one is told."""
+    before = torch.get_rng_state()
+    config = recorded("llama")[0]
+    with nn.init.skipped():
+        built(FAMILIES["llama"], config)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(nn.Linear(3, 3).weight, nn.Linear(3, 3).weight)
+
+
+def test_renamed_reads_a_tensor_when_it_is_asked_for():
+    class Lazy(dict):
+        def __getitem__(self, name):
+            raise AssertionError(name)
+    names = Renamed(Lazy(a=1, b=2), lambda name: f"model.{name}", "model.")
+    assert set(names) == {"a", "b"} and "a" in names.names and len(names) == 2
+
+
+def test_a_pretrained_is_made_by_hand(tmp_path):
+    save_pretrained(Pretrained(own_model("gpt2"), {"task": "mine"}), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["task"] == "mine"

@@ -1,0 +1,107 @@
+"""A conversation with a published chat model: its template turns messages into a text, the model writes on, the answer is a message.
+
+    chat = Chat(from_pretrained("smollm2"))
+    for piece in chat.say("What is the capital of France?"):
+        print(piece, end="", flush=True)
+"""
+import datetime
+import json
+
+from ..generation import Batch, Sampler
+from .config import PretrainedError
+
+
+def render(template, messages, **names):
+    """The text that a template makes of messages [{"role": "user", "content": "…"}, …] and asks for an answer to.
+
+    The template comes with the weights and is somebody's program: it runs in Jinja's sandbox, where it reads what it is given and
+    reaches nothing else. Raises PretrainedError. names: what templates use besides, such as bos_token.
+    """
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise PretrainedError("chat templates need a package that is not installed: pip install jinja2") from None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
+    try:
+        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **names)
+    except PretrainedError:
+        raise
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as error:
+        raise PretrainedError(f"the chat template of the model cannot be used: {' '.join(str(error).split())}") from None
+
+
+def _refuse(message):
+    """What templates call for messages that they have no form for."""
+    raise PretrainedError(f"the chat template refuses these messages: {message}")
+
+
+class Chat:
+    """messages [{"role": …, "content": …}], which `say` makes longer by a question and its answer.
+
+    sampler: a `generation.Sampler`, by default greedy. ValueError where the model came without a tokenizer.
+    """
+
+    def __init__(self, known, system=None, sampler=None, max_new_tokens=512, seed=0):
+        if known.tokenizer is None:
+            raise PretrainedError("this model came without a tokenizer: it reads numbers, and no text")
+        if known.chat_template is None:
+            raise PretrainedError("this model has no chat template: it was not trained to answer; let it continue a text with "
+                                  "generation.complete(model, [text], tokenizer=tokenizer)")
+        self.known, self.sampler, self.max_new_tokens, self.seed = known, sampler or Sampler(0), max_new_tokens, seed
+        self.messages = []
+        if system:
+            self._check(system)
+            self.messages.append({"role": "system", "content": system})
+        self.speed = self.finish_reason = None
+
+    def prompt_ids(self):
+        """The ids of all messages, as the template writes them., special tokens among them."""
+        tokenizer = self.known.tokenizer
+        names = {f"{role}_token": special_name(tokenizer, getattr(tokenizer, f"{role}_id")) for role in ("bos", "eos", "pad", "unk")}
+        return tokenizer.encode(render(self.known.chat_template, self.messages, **names), allowed_special="all")
+
+    def say(self, text):
+        """Yields the answer in pieces, as they become certain. Whoever stops reading, or interrupts, leaves what was written till then."""
+        self._check(text)
+        self.messages.append({"role": "user", "content": text})
+        answer = []
+        try:
+            for piece in self._pieces():
+                answer.append(piece)
+                yield piece
+        finally:
+            self._remember("".join(answer))
+
+    def _check(self, text):
+        """A special token in a question would end it for the model, and begin what nobody said."""
+        for name in self.known.tokenizer.special_tokens:
+            if name in text:
+                raise PretrainedError(f"the text holds {name!r}, which for this model is no text but a sign between messages: leave it out")
+
+    def _pieces(self):
+        ids, model = self.prompt_ids(), self.known.model
+        room = model.max_seq_len - len(ids)
+        if room < 1:
+            self.messages.pop()
+            raise PretrainedError(f"the conversation has become too long: {len(ids)} tokens, and the model reads {model.max_seq_len}; "
+                                  f"begin a new one")
+        batch = Batch(model, tokenizer=self.known.tokenizer, max_rows=1, prefill_chunk=256)
+        row = batch.add(ids, min(self.max_new_tokens, room), sampler=self.sampler, seed=self.seed + len(self.messages),
+                        eos_id=self.known.tokenizer.eos_id)
+        for row in batch:
+            yield row.piece
+        self.speed, self.finish_reason = batch.speed, row.finish_reason
+
+    def _remember(self, answer):
+        if self.messages and self.messages[-1]["role"] == "user":
+            if answer:
+                self.messages.append({"role": "assistant", "content": answer})
+            else:
+                self.messages.pop()             # nothing was said: the question can be asked again
+
+
+def special_name(tokenizer, token_id):
+    return next((name for name, i in tokenizer.special_tokens.items() if i == token_id), "")

@@ -1,0 +1,164 @@
+"""`from_pretrained` and `save_pretrained`: published weights into the library's models, and back."""
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..autograd import constant, no_grad
+from ..backend import CPU, to_device
+from ..nn import Module, init
+from ..serialization import write_atomically
+from .config import PretrainedError, read_config
+from .families import FAMILIES, family_of
+from .gguf_names import config_of_gguf, is_gguf, published_name
+from .packages import located
+from .tokenizers import chat_template_in, save_tokenizer, tokenizer_in
+from .weights import open_weights
+
+NAMED = 10                      # tensors that an error tells; more are counted
+
+
+@dataclass
+class Pretrained:
+    """A model in eval mode, and what came with it: its tokenizer and template of a chat, or None; its configuration."""
+    model: Module
+    config: dict
+    tokenizer: object = None
+    chat_template: str = None
+    path: Path = field(default=None, repr=False)
+
+    @property
+    def family(self):
+        return self.config["model_type"]
+
+
+def from_pretrained(source, *, device=None):
+    """The `Pretrained` in a folder with config.json and safetensors, in a GGUF, or in an installed package, by its name.
+
+    Only the weights are read, in float32; nothing of a package is imported, and no code in a file is run. Raises PretrainedError with one
+    sentence that names what is missing, unexpected, or of another shape.
+    """
+    path = located(source)
+    with open_weights(path) as weights:
+        gguf = is_gguf(weights)
+        config = config_of_gguf(weights) if gguf else read_config(folder_of(path) / "config.json")
+        family = known_family(config)
+        with init.skipped():
+            model = built(family, config)
+        fill(model, family, config, Renamed(weights, published_name if gguf else str, family.prefix))
+        tokenizer, template = tokenizer_in(path, weights), chat_template_in(path, weights)
+    return Pretrained(model.to(device).eval() if device is not None else model.eval(), config, tokenizer, template, path)
+
+
+def save_pretrained(pretrained, folder):
+    """Writes config.json and model.safetensors, as `transformers` reads them; and the tokenizer, where there is one.
+
+    pretrained: a `Pretrained`, or a bare model of a known family: a MiniGPT as GPT-2, a Decoder as Llama or a relative of it, and BERT.
+    """
+    from safetensors.numpy import save
+    known = pretrained if isinstance(pretrained, Pretrained) else Pretrained(pretrained, {})
+    model, family, folder = known.model, family_of(known.model), Path(folder)
+    config = {**{k: v for k, v in known.config.items() if k != "rope_layout"}, **family.config_of(model)}
+    ours = {name: to_device(tensor.array, CPU) for name, tensor in model.state_dict().items()}
+    tensors = {}
+    for rule in family.rules(model, {}):
+        arrays = rule.save(*(ours[name] for name in rule.ours))
+        tensors.update({name: np.ascontiguousarray(array) for name, array in zip(rule.theirs, arrays)})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "model.safetensors", save({saved_name(family, k): v for k, v in tensors.items()}, metadata={"format": "pt"}))
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if known.tokenizer is not None:
+        save_tokenizer(known.tokenizer, folder, known.chat_template)
+
+
+# --- steps of it ----------------------------------------------------------------------------------------------------------------
+
+def folder_of(path):
+    return path if path.is_dir() else path.parent
+
+
+def known_family(config):
+    if config["model_type"] not in FAMILIES:
+        raise PretrainedError(f"models of the kind {config['model_type']!r:.60} are not known; there are {', '.join(FAMILIES)}")
+    return FAMILIES[config["model_type"]]
+
+
+def built(family, config):
+    """The model, with weights that hold anything."""
+    try:
+        return family.build(config)
+    except PretrainedError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise PretrainedError(f"the configuration fits no {config['model_type']}: {error}") from None
+
+
+class Renamed(Mapping):
+    """Weights under the names that the rules use: those of another format translated, without the prefix of a whole model."""
+
+    def __init__(self, weights, translate, prefix):
+        self.weights = weights
+        self.names = {translate(name).removeprefix(prefix): name for name in weights}
+
+    def __getitem__(self, name):
+        return self.weights[self.names[name]]
+
+    def shape(self, name):
+        return tuple(self.weights.shape(self.names[name]))
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+
+def fill(model, family, config, weights):
+    """Puts every tensor into its place, when all of them are there and none is left."""
+    rules = list(family.rules(model, config))
+    theirs = [name for rule in rules for name in rule.theirs]
+    left = [name for name in weights if name not in set(theirs) and not name.endswith(family.ignored)]
+    if tied(model) and "lm_head.weight" in left:        # a second copy of the embedding
+        left.remove("lm_head.weight")
+    complain(missing=[name for name in theirs if name not in weights], unexpected=left)
+    places, misshapen = dict(model.state_dict(keep_vars=True)), []
+    for rule in rules:
+        for name, array in zip(rule.ours, loaded(rule, weights, misshapen)):
+            place = places[name]
+            if array.shape == tuple(place.shape):
+                put(place, array)
+            else:
+                misshapen.append(f"{', '.join(rule.theirs)} (becomes {list(array.shape)}, where {name} has {list(place.shape)})")
+    complain(misshapen=misshapen)
+
+
+def loaded(rule, weights, misshapen):
+    """The arrays of a rule; none where it cannot make them of these shapes."""
+    try:
+        return rule.load(*(weights[name] for name in rule.theirs))
+    except ValueError:
+        misshapen.append(f"{', '.join(rule.theirs)} ({', '.join(str(list(weights.shape(name))) for name in rule.theirs)})")
+        return ()
+
+
+def put(place, array):
+    with no_grad():
+        place.copy_(constant(np.ascontiguousarray(array)))
+
+
+def tied(model):
+    return getattr(getattr(model, "lm_head", None), "weight", None) is getattr(getattr(model, "embedding", None), "weight", 0)
+
+
+def complain(**problems):
+    said = [f"{kind}: {', '.join(names[:NAMED])}{f' and {len(names) - NAMED} more' if len(names) > NAMED else ''}"
+            for kind, names in problems.items() if names]
+    if said:
+        raise PretrainedError(f"the weights do not fit the model that the configuration describes; {'; '.join(said)}")
+
+
+def saved_name(family, name):
+    """With the prefix of a whole model, but for the heads, which stand beside it."""
+    return name if name.startswith(("lm_head.", "cls.")) else family.prefix + name
