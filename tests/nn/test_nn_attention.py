@@ -619,7 +619,7 @@ def test_parts_that_do_not_fit_are_refused(call, error, words):
 
 @pytest.mark.parametrize("options", [{"head_dim": 6}, {"head_dim": 3, "num_kv_heads": 2}, {"qkv_bias": False},
                                      {"bias": False, "qkv_bias": True}, {"qk_norm": lambda n: nn.RMSNorm(n, eps=1e-3), "head_dim": 4},
-                                     {"qk_norm": lambda n: nn.LayerNorm(n), "num_kv_heads": 1}], ids=str)
+                                     {"qk_norm": lambda n: nn.LayerNorm(n), "num_kv_heads": 1}], ids=" ".join)
 def test_heads_of_any_width_biases_and_norms(options):
     """Beside the formula written out, and gradients."""
     layer, x = layer_and_input(4, **options)
