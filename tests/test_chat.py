@@ -15,6 +15,7 @@ from tinygrad_tf.data import BPETokenizer
 from tinygrad_tf.generation import Sampler
 from tinygrad_tf.models import Decoder
 from tinygrad_tf.pretrained import Pretrained, PretrainedError, from_pretrained, save_pretrained
+from tinygrad_tf.pretrained.bert import bert
 from tinygrad_tf.pretrained.chat import Chat, render
 from tinygrad_tf.pretrained.packages import PACKAGES, file_of
 
@@ -126,6 +127,8 @@ def test_a_model_that_was_not_made_for_it(known):
         Chat(Pretrained(known.model, {}))
     with pytest.raises(PretrainedError, match="no chat template"):
         Chat(Pretrained(known.model, {}, known.tokenizer))
+    with pytest.raises(PretrainedError, match="reads and does not write"):
+        Chat(Pretrained(bert(11, 8, 8, 2, 16, 1), {}, known.tokenizer, TEMPLATE))
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("arguments, parts", [
-    (["--model", "nowhere"], ["there is no nowhere"]), (["--max-new-tokens", "0"], ["at least 1"]),
+    (["--model", "nowhere"], ["there is no nowhere"]), (["--max-new-tokens", "0"], ["at least 1"]), (["--prompt", " "], ["empty"]),
     (["--temperature", "-1"], ["temperature"]), (["--top-p", "2"], ["top_p"]),
     (["--quantize", "int3"], ["invalid choice"]), (["--system", "<pad>"], ["sign between"]),
     (["--prompt", "<|im_end|>"], ["sign between"])])
@@ -198,11 +201,12 @@ def test_what_is_wrong_is_one_sentence(folder, capsys, arguments, parts):
 
 def test_what_is_not_installed_says_how(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for command, package in (["chat", "--prompt", "x"], PACKAGES["smollm2"]), (["embed"], PACKAGES["minilm"]):
-        monkeypatch.setattr(cli, "check_installation", lambda: None)
+    monkeypatch.setattr(cli, "check_installation", lambda: None)
+    for command, said in (["chat", "--prompt", "x"], f"{PACKAGES['smollm2'].command} and pip install jinja2 regex"), (
+            ["embed"], f"is not installed: {PACKAGES['minilm'].command}"):
         assert cli.main(command) == 2
         error = capsys.readouterr().err
-        assert f"is not installed: {package.command}" in error and error.count("\n") == 1
+        assert said in error and error.count("\n") == 1
 
 
 def test_another_file_in_the_package_is_refused(tmp_path, monkeypatch):

@@ -537,7 +537,7 @@ def test_a_run_is_examined_from_its_folder(run):
 @reports
 def test_the_command_says_it_with_its_status(run, capsys):
     assert main(["doctor", "--run", str(run)]) == 0
-    assert "Nothing found by 1" in capsys.readouterr().out
+    assert "Nothing found by 2" in capsys.readouterr().out
     assert main(["doctor", "--run", str(run), "--text", str(run.parent / "other.txt")]) == 1
     assert "TOKENIZER DOES NOT FIT" in capsys.readouterr().out
     assert main(["doctor", "--run", str(run.parent / "nowhere")]) == 2

@@ -128,6 +128,29 @@ def ran(trainer):
     return trainer
 
 
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+def test_a_run_that_is_made_longer_is_one_that_was_so_long(tmp_path, schedule):
+    """Stopped before its decline: the learning rates up to there do not depend on the length."""
+    whole = ran(runs.trainer(tmp_path, out="whole", steps=20, schedule=schedule, dropout=0.2))
+    trainer = runs.trainer(tmp_path, steps=12, schedule=schedule, dropout=0.2)
+    trainer.run(should_stop=runs.stop_at(6, trainer))
+    resumed = Trainer.resume(trainer.folder, steps=20)
+    assert resumed.config == whole.config and resumed.run() is True
+    assert same_weights(whole, resumed)
+    assert resumed.metrics.column("learning_rate")[1].tolist() == whole.metrics.column("learning_rate")[1].tolist()
+
+
+def test_a_complete_run_is_made_longer(tmp_path):
+    trainer = ran(runs.trainer(tmp_path, steps=4))
+    with pytest.raises(ValueError, match="has made 4 steps already"):
+        Trainer.resume(trainer.folder, steps=3)
+    longer = Trainer.resume(trainer.folder, steps=9)
+    assert not longer.is_complete() and longer.run() is True and longer.step == 9
+    assert Trainer.resume(trainer.folder).config.steps == 9
+    rates = longer.metrics.column("learning_rate")[1]
+    assert rates[4:] == pytest.approx([4e-3 * SCHEDULES["cosine"](step, 3, 10, 0.1) for step in range(5, 10)])
+
+
 # --- a batch in parts -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])

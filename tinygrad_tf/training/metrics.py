@@ -153,11 +153,15 @@ def draw_losses(axes, train, validation):
 
 
 def _draw_baselines(axes, baselines):
-    """A dashed line for each, its name at the right end, beyond the curves."""
-    for n, nats in sorted(baselines.items()):
+    """A dashed line for each, its name at the right end, beyond the curves: above the line, or below it where the one above is near."""
+    low, high = axes.get_ylim()
+    above = math.inf
+    for n, nats in sorted(baselines.items(), key=lambda item: -item[1]):
+        near = above - nats < 0.04 * (high - low)
         axes.axhline(nats, color="0.55", linewidth=0.8, linestyle="--", zorder=0)
-        axes.annotate(f"{n}-gram {nats:.2f}", (1, nats), xycoords=("axes fraction", "data"), xytext=(0, 2),
-                      textcoords="offset points", ha="right", va="bottom", fontsize=8, color="0.35")
+        axes.annotate(f"{n}-gram {nats:.2f}", (1, nats), xycoords=("axes fraction", "data"), xytext=(0, -2 if near else 2),
+                      textcoords="offset points", ha="right", va="top" if near else "bottom", fontsize=8, color="0.35")
+        above = math.inf if near else nats
 
 
 def moving_mean(values, around):

@@ -26,7 +26,7 @@ PANELS = {                      # title, what a healthy run shows there, what th
     "gradient_norm": ("Gradient norm, before clipping", "moves within bounds", ""),
     "learning_rate": ("Learning rate", "follows its schedule", ""),
     "tokens_per_second": ("Tokens per second", "level", ""),
-    "memory_bytes": ("Memory", "level after the first steps", "MiB"),
+    "memory_bytes": ("Memory", "level in the end", "MiB"),
     "expert_load": ("Load of the fullest expert", "near 1", "in fair shares"),
 }
 

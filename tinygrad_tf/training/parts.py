@@ -17,6 +17,7 @@ from ..data import (
 )
 from ..models import MiniGPT
 from ..nn.moe import MoE
+from ..optim import AdamW, decay_groups
 
 KINDS = "char", "byte", "bpe"   # of tokenizers that are made; any other name is a file
 SAMPLERS = {"random": BatchSampler, "epochs": EpochSampler}
@@ -66,6 +67,10 @@ def encode_split(text, tokenizer=None):
     tokenizer = tokenizer or CharTokenizer.from_text(text)
     train, validation = split_train_validation(text)
     return tokenizer, tokenizer.encode(train), tokenizer.encode(validation)
+
+
+def make_optimizer(config, model):
+    return AdamW(decay_groups(model, config.weight_decay), lr=config.lr, betas=(0.9, 0.99))
 
 
 def make_sampler(config, ids):

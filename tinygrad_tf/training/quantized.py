@@ -1,6 +1,7 @@
 """A trained run with weights of a few bits: the variants worth a look, and one of them as a file that is read back."""
 import dataclasses
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from ..quantization.modules import replaced
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .parts import build_model
-from .state import TIED, fitting, stored_weights
+from .state import TIED, fitting, load_model, stored_weights
 from .validation import check_sizes
 
 KIND = "quantized weights"
@@ -75,6 +76,12 @@ def load_quantized(path, device=None):
         model = with_quantized_layers(build_model(config, tokenizer.vocab_size), state["layers"])
         _load(model, {name.removeprefix("model."): array for name, array in tensors.items()})
     return model.to(device).eval(), tokenizer, state
+
+
+def load_any(run, device=None):
+    """(model, tokenizer, state) of a run's folder, of one of its checkpoints, or of a file of `save_quantized`."""
+    quantized = Path(run).is_file() and load_checkpoint(run)[1].get("kind") == KIND
+    return load_quantized(run, device) if quantized else load_model(run, device)
 
 
 def with_quantized_layers(model, layers):

@@ -68,6 +68,11 @@ def load_weights(model, tensors):
     model.load_state_dict(weights)
 
 
+def read_run(run):
+    """({name: array}, state) of a run's newest checkpoint, or of the file that is named."""
+    return load_checkpoint(run) if Path(run).is_file() else load_newest(run)[:2]
+
+
 def load_model(run, device=None):
     """(model in eval mode, tokenizer, state) of a run's newest checkpoint, or of the file that is named; CheckpointError.
 
@@ -76,7 +81,7 @@ def load_model(run, device=None):
     """
     device = make_device(get_default_device() if device is None else device)
     module_of(device)
-    tensors, state = load_checkpoint(run) if Path(run).is_file() else load_newest(run)[:2]
+    tensors, state = read_run(run)
     with fitting(run):
         state = upgraded(state)
         config, tokenizer = check_record(tensors, state)

@@ -1,4 +1,5 @@
 """The training loop of MiniGPT: batch → loss → gradients → clip → AdamW → schedule; evaluate, save, resume (guide 16)."""
+import dataclasses
 import hashlib
 import time
 import warnings
@@ -14,7 +15,6 @@ from ..creation import as_tensor
 from ..data import LMBatch, baselines, load_text, require_length, split_train_validation
 from ..nn.moe import routings, update_biases
 from ..nn.utils import clip_grad_norm_
-from ..optim import AdamW, decay_groups
 from ..optim.lr_scheduler import SCHEDULES, LambdaLR
 from .checkpoint import (
     CHECKPOINT,
@@ -30,7 +30,7 @@ from .config_file import write_config
 from .evaluation import evaluate, predicted_bytes
 from .folder import locked, remove_leftovers
 from .metrics import Metrics, fields_of, norms_by_module
-from .parts import absolute, build_model, encode_split, make_sampler, make_tokenizer, with_absolute_paths
+from .parts import absolute, build_model, encode_split, make_optimizer, make_sampler, make_tokenizer, with_absolute_paths
 from .state import check_record, fitting, join_tensors, load_weights, split_tensors, stored_weights, upgraded, versions
 from .validation import as_json, check_equal, check_metrics, check_moments, check_scaler
 
@@ -64,17 +64,20 @@ class Trainer:
         self.validation_bytes = predicted_bytes(tokenizer, self.validation_ids, split_train_validation(text)[1])
         random.manual_seed(config.seed)
         self.model = build_model(config, self.tokenizer.vocab_size).to(self.device)
-        self.optimizer = AdamW(decay_groups(self.model, config.weight_decay), lr=config.lr, betas=(0.9, 0.99))
+        self.optimizer = make_optimizer(config, self.model)
         self.autocast = autocast(self.device.type, dtypes.as_dtype(config.precision), enabled=config.precision != "float32")
         self.scaler = GradScaler(self.device.type, enabled=config.precision == "float16")
-        schedule = SCHEDULES[config.schedule]
-        self.scheduler = LambdaLR(self.optimizer, lambda step: schedule(step + 1, config.warmup, config.steps + 1, FINAL_LR))
+        self.scheduler = LambdaLR(self.optimizer, self.rate)
         self.sampler = make_sampler(config, self.train_ids)
         self.fields = fields_of(self.model, config.experts)
         self.metrics, self.step, self.random_state = Metrics(self.folder, fields=self.fields), 0, random.get_rng_state()
         self.observed = {}                              # in the last step, beside its loss: load of the experts, norms by module
         self.callbacks, self.stopping = list(callbacks), False
         self.saved_step = None                          # of the newest checkpoint in the folder, as far as it is known to be whole
+
+    def rate(self, step):
+        """The learning rate after `step` updates, as a share of its peak."""
+        return SCHEDULES[self.config.schedule](step + 1, self.config.warmup, self.config.steps + 1, FINAL_LR)
 
     def baselines(self):
         """{n: nats per token} of the n-gram models on the same split."""
@@ -246,9 +249,10 @@ class Trainer:
         return len(steps) > 0 and steps[-1] == self.step and self.evaluations_since_best() == 0
 
     @classmethod
-    def resume(cls, folder, sources=None, device=None, callbacks=()):
+    def resume(cls, folder, sources=None, device=None, callbacks=(), steps=None):
         """The run in a folder, as it was when its newest checkpoint was written; the text is read again. Raises CheckpointError.
 
+        steps: how many it is to have in all, where that is to change: its schedule is then the one of that length.
         A CheckpointWarning says where that checkpoint is damaged, and the one before it is used, or where versions differ.
         """
         with locked(folder):                            # whoever trains there now will write a newer one
@@ -263,6 +267,8 @@ class Trainer:
             self._load(tensors, state)
         if path.name == CHECKPOINT:
             self.saved_step = self.step
+        if steps is not None:
+            self.change_length(steps)
         warn_of_versions(state["versions"])
         return self
 
@@ -279,6 +285,14 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         self.sampler.load_state_dict(state["sampler"])
         random.set_rng_state(self.random_state)
+
+    def change_length(self, steps):
+        """From here on the run has so many steps in all. ValueError where more were made."""
+        if steps < self.step:
+            raise ValueError(f"the run has made {self.step} steps already: it cannot end after {steps}")
+        self.config = dataclasses.replace(self.config, steps=steps)
+        self.scheduler.last_epoch = self.step - 1
+        self.scheduler.step()
 
     def _load_optimizer(self, tensors, state):
         """The schedule, and with it the optimizer's options, follow from the step; the moments are taken over."""
