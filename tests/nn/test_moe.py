@@ -639,7 +639,8 @@ def test_the_load_of_the_fullest_expert_is_a_metric(tmp_path):
     trainer.metrics.draw()
     dense = runs.trainer(tmp_path, out="dense", steps=2)
     dense.run()
-    assert (tmp_path / "dense" / "metrics.csv").read_text().startswith(",".join(FIELDS) + "\n") and dense.expert_load is None
+    assert (tmp_path / "dense" / "metrics.csv").read_text().startswith(",".join(FIELDS) + ",gradient_norm/")
+    assert "expert_load" not in dense.metrics.fields and "expert_load" not in dense.observed
 
 
 def test_the_loss_that_is_told_is_that_of_the_text(tmp_path):
