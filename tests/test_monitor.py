@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,28 @@ def test_steps_written_twice_are_kept_once(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(first + first)
     Run(tmp_path, Monitor(), step=9).train(0)
     assert (tmp_path / "metrics.jsonl").read_bytes() == first
+
+
+@pytest.mark.parametrize("foreign", [
+    b'{"step": 6, "tokens_per_second": 1, "memory_bytes": 1}', b'{"step": 2, "tokens_per_second": ' + b"9" * 400 + b', "memory_bytes": 1}',
+    b'{"step": 2, "tokens_per_second": 1e999, "memory_bytes": 1}', b'{"step": 2, "tokens_per_second": 1, "memory_bytes": 1, "note": "x"}',
+    b'{"step": 2, "tokens_per_second": true, "memory_bytes": 1}', b'{"step": -3, "tokens_per_second": 1, "memory_bytes": 1}', b"[2]"],
+    ids=range(7))
+@pytest.mark.parametrize("first", [True, False])
+def test_a_foreign_line_takes_no_line_of_ours_with_it(tmp_path, figures, foreign, first):
+    Run(tmp_path, Monitor()).train(6)
+    ours = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(foreign + b"\n" + ours if first else ours + foreign + b"\n")
+    Run(tmp_path, Monitor(), step=6).train(1).end()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+    assert first is False or (tmp_path / "metrics.jsonl").read_bytes().startswith(ours)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are pipes on POSIX")
+def test_a_pipe_of_that_name_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(FileExistsError):
+        Run(tmp_path, Monitor()).train(1)
 
 
 def test_speed_is_written_at_saves(tmp_path):

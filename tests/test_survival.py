@@ -207,6 +207,76 @@ def test_a_checkpoint_that_is_whole_and_does_not_fit_gives_way_to_nothing(half):
         Trainer.resume(half)
 
 
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")
+def test_what_may_not_be_read_gives_way_to_nothing(half):
+    """It may be whole: a run that goes on from an older one would write over it."""
+    (half / CHECKPOINT).chmod(0)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        load_newest(half)
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(half, monkeypatch):
+    opened = Path.open
+
+    def refused(path, *args, **kwargs):
+        if path.name == CHECKPOINT:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        Trainer.resume(half)
+
+
+# --- somebody else's --------------------------------------------------------------------------------------------------------------
+
+def test_a_run_that_has_gone_on_elsewhere_is_not_written_over(half):
+    first, second = Trainer.resume(half), Trainer.resume(half)
+    assert first.run() is True
+    for use in second.save, second.run:
+        with pytest.raises(CheckpointError, match="has gone on since it was resumed here"):
+            use()
+    assert Trainer.resume(half).step == 12
+    assert first.run() is True                          # who wrote it may go on
+
+
+def test_a_new_run_takes_no_folder_of_another(half, tmp_path):
+    before = sorted(os.listdir(half)), (half / CHECKPOINT).read_bytes()
+    other = runs.trainer(tmp_path, **SETTINGS)
+    for use in other.save, other.run:
+        with pytest.raises(CheckpointError, match="already holds a run"):
+            use()
+    (half / CHECKPOINT).rename(half / "aside")          # those before it are a run too
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        other.run()
+    (half / "aside").rename(half / CHECKPOINT)
+    assert (sorted(os.listdir(half)), (half / CHECKPOINT).read_bytes()) == before
+
+
+# --- interrupted, and run again in the same process -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("where", ["_backward_of", "_update", "evaluate"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_trainer_that_was_interrupted_can_be_run_again(tmp_path, whole, monkeypatch, where, error):
+    """It makes the step again with the same batch, and no row is lost."""
+    trainer = runs.trainer(tmp_path, **SETTINGS)
+    original = getattr(trainer, where)
+
+    def interrupted(*args):
+        if trainer.step == 5 or where == "evaluate":
+            monkeypatch.setattr(trainer, where, original)
+            raise error
+        return original(*args)
+    monkeypatch.setattr(trainer, where, interrupted)
+    with pytest.raises(error):
+        trainer.run()
+    assert trainer.run() is True
+    assert trainer.metrics.column("train_loss")[0].tolist() == list(range(1, 13))
+    ours = load_checkpoint(trainer.folder / CHECKPOINT)[0]
+    (tmp_path / "other").write_bytes(whole[1][CHECKPOINT])
+    theirs = load_checkpoint(tmp_path / "other")[0]
+    assert all(ours[name].tobytes() == a.tobytes() for name, a in theirs.items() if name != "metrics")
+
+
 # --- which are kept -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 9])

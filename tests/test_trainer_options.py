@@ -91,6 +91,23 @@ def test_a_tokenizer_is_found_from_any_folder(tmp_path, monkeypatch):
     assert Trainer.resume(tmp_path / "run").run() is True
 
 
+def test_a_tokenizer_without_blanks_trains_and_writes(tmp_path, monkeypatch, capsys):
+    """A WordPiece has no token for a line break: the sample begins with one that there is."""
+    from tinygrad_tf.data import WordPieceTokenizer
+    special = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = [*special, *letters, *(f"##{c}" for c in letters)]
+    WordPieceTokenizer(tokens, {name: i for i, name in enumerate(special)}).save(tmp_path / "w.json")
+    runs.write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--text", "text.txt", "--tokenizer", "w.json", *runs.TINY_FLAGS, "--steps", "2", "--out", "run"]) == 0
+    assert (tmp_path / "run/sample.txt").read_text()
+    assert cli.main(["generate", "--run", "run", "--max-new-tokens", "5"]) == 0
+    capsys.readouterr()
+    assert cli.main(["generate", "--run", "run", "--prompt", "  "]) == 2
+    assert "has no tokens for this model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[]", "not json", '{"type": "bpe"}', '{"model": {"type": "Unigram"}}', "[" * 100_000])
 def test_a_file_that_is_no_tokenizer(tmp_path, content):
     (tmp_path / "odd.json").write_text(content)
@@ -298,6 +315,36 @@ def test_an_error_in_a_callback_leaves_the_last_checkpoint(tmp_path):
     with pytest.raises(RuntimeError, match="of the callback"):
         with_callbacks(tmp_path, Broken()).run()
     assert Trainer.resume(tmp_path / "run").step == 4
+
+
+def test_what_a_callback_does_to_its_numbers_is_its_own_affair(tmp_path):
+    class Vandal(Callback):
+        def on_step(self, trainer, numbers):
+            numbers.update(validation_loss=None, step=99)
+            numbers.clear()
+    trainer = with_callbacks(tmp_path, Vandal(), Diary())
+    assert trainer.run() is True
+    assert Trainer.resume(trainer.folder).step == 12 and (trainer.folder / "best.safetensors").exists()
+
+
+@pytest.mark.parametrize("event, step", [("on_start", 0), ("on_save", 0), ("on_evaluation", 4), ("on_step", 1), ("on_save at 4", 4)])
+def test_a_run_is_stopped_from_any_event(tmp_path, event, step):
+    class Stopper(Callback):
+        pass
+
+    def stop(self, trainer, *_):
+        if "at 4" not in event or trainer.step == 4:
+            trainer.stop()
+    setattr(Stopper, event.partition(" ")[0], stop)
+    trainer = with_callbacks(tmp_path, Stopper())
+    assert trainer.run() is False and trainer.step == step
+    assert Trainer.resume(trainer.folder).step == step
+
+
+@pytest.mark.parametrize("callbacks", [[print], [Callback], ["x"], [None]], ids=str)
+def test_what_is_no_callback_is_refused(tmp_path, callbacks):
+    with pytest.raises(TypeError, match="callbacks must be a list of training.Callback"):
+        Trainer(TrainConfig(**runs.TINY), [str(runs.write_text(tmp_path))], tmp_path / "run", callbacks=callbacks)
 
 
 # --- the configuration as a file ------------------------------------------------------------------------------------------------------

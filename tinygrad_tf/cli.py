@@ -16,7 +16,7 @@ from pathlib import Path
 from . import __version__, dtypes
 from .backend import device, get_default_device, module_of, tune_allocator
 from .creation import as_tensor
-from .data import SPECIAL_TOKENS, baselines, evaluation_batches, load_text, require_length, split_train_validation
+from .data import baselines, evaluation_batches, load_text, require_length, split_train_validation
 from .generation import (
     Batch,
     ConcatKVCache,
@@ -503,8 +503,9 @@ def knows(tokenizer, text):
 
 
 def default_prompt(tokenizer):
-    """A line break, or, where the text had none, the first token that is no special one."""
-    return "\n" if knows(tokenizer, "\n") else tokenizer.decode([len(SPECIAL_TOKENS)])
+    """A line break, or, where that is no token, the first one that says something by itself."""
+    texts = ("\n", *(tokenizer.decode([i]) for i in range(tokenizer.vocab_size)))
+    return next(text for text in texts if text and len(tokenizer.encode(text)) and knows(tokenizer, text))
 
 
 def written(model, tokenizer, prompt, max_new_tokens, temperature, seed):
@@ -547,6 +548,8 @@ def check_prompt(tokenizer, prompt):
         unknown = [character for character in prompt if not knows(tokenizer, character)]
     except ValueError as error:                         # half a character
         raise UserError(f"--prompt: {error}") from None
+    if not len(tokenizer.encode(prompt)):
+        raise UserError(f"--prompt {prompt!r} has no tokens for this model, which leaves blanks out: say something")
     if unknown:
         raise UserError(f"--prompt holds the character {unknown[0]!r}, which the model's text did not: leave it out")
 

@@ -5,8 +5,8 @@ class Callback:
     """Subclass it, and define what you need; each is called with the trainer, in the order in which the callbacks were given.
 
     `numbers` is the row of a step: step, learning_rate, train_loss, gradient_norm, validation_loss and expert_load (None where they
-    were not measured), "gradient_norm/<module>"; and what differs from run to run: tokens, seconds. `trainer.stop()` ends the run after
-    this step, saved, as Ctrl-C does. What a callback draws from the default generator changes nothing in the run.
+    were not measured), "gradient_norm/<module>"; and what differs from run to run: tokens, seconds; a copy of it. `trainer.stop()` ends
+    the run after this step, saved, as Ctrl-C does. What a callback draws from the default generator changes nothing in the run.
     """
 
     def on_start(self, trainer):

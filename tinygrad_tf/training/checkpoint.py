@@ -50,6 +50,10 @@ def load_checkpoint(path):
     """({name: array}, state). Raises CheckpointError with one sentence when the file is missing or damaged."""
     if not Path(path).is_file():
         raise CheckpointError(f"there is no checkpoint at {path}")
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:                            # may be whole: nothing takes its place
+        raise CheckpointError(f"the checkpoint {path} cannot be read: {error.strerror}") from None
     tensors, metadata = _read(path)
     state = _parse(metadata.get(_STATE, ""), path)
     digest = tensors.pop(_DIGEST, None)

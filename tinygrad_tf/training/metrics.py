@@ -74,6 +74,11 @@ class Metrics:
     def add(self, **row):
         self.rows.append([math.nan if row.get(name) is None else float(row[name]) for name in self.fields])
 
+    def complete(self, **numbers):
+        """Puts what was measured later into the last row."""
+        for name, value in numbers.items():
+            self.rows[-1][self.fields.index(name)] = float(value)
+
     def column(self, name):
         """(steps, values) where the column is filled."""
         i = self.fields.index(name)

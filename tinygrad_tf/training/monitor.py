@@ -48,7 +48,7 @@ class Monitor(Callback):
         self.lines = Path(trainer.folder) / "metrics.jsonl"
         self.speed = Metrics(trainer.folder, fields=SPEED, name="speed.csv")
         self.drawn_at, self.drawn_step, self.cost = time.monotonic(), None, FIRST_PICTURE
-        kept = list(_whole_lines(self.lines, trainer.step))
+        kept = _whole_lines(self.lines, trainer.step)
         with replacing(self.lines) as file:
             file.writelines(line for _, line in kept)
         for row, _ in kept:
@@ -108,23 +108,28 @@ def _append(path, line):
 
 
 def _whole_lines(path, last):
-    """(row, its line) of the steps up to `last`, each later than the one before; a torn line, or one that is none of ours, is left out."""
-    before = 0
-    with open(path if path.exists() else os.devnull, "rb") as file:
+    """[(row, its line)] of the steps up to `last`, in their order; of two lines about one step the later, and none that is not ours."""
+    found = {}
+    with open(path if path.is_file() else os.devnull, "rb") as file:
         for line in file:
             row = _parsed(line)
-            if row and before < row["step"] <= last:
-                before = row["step"]
-                yield row, line
+            if row and 0 < row["step"] <= last:
+                found[row["step"]] = row, line
+    return [found[step] for step in sorted(found)]
 
 
 def _parsed(line):
-    """The row of a line, None where it is none."""
+    """The row of a line, None where it is none: a JSON object of numbers, or null, with a step."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else {}
-        return row if type(row["step"]) is int and all(row[name] is None or type(row[name]) in (int, float) for name in SPEED) else None
-    except (ValueError, TypeError, LookupError, RecursionError):
+        ours = type(row["step"]) is int and all(name in row for name in SPEED) and all(map(_is_number, row.values()))
+        return row if ours else None
+    except (ValueError, TypeError, LookupError, RecursionError, AttributeError):
         return None
+
+
+def _is_number(value):
+    return value is None or type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 # --- what differs from run to run -----------------------------------------------------------------------------------------
@@ -238,8 +243,10 @@ def _draw_side_by_side(panels, runs):
             curve = _in_units(columns, column)
             even = panel in ("learning_rate", "memory_bytes")
             panels[panel].plot(*(thinned(*curve) if even else smoothed(*curve)[0]), color=color, linewidth=1)
-        panels["loss"].plot(*_in_units(columns, "validation_loss"), color=color, linewidth=1.8, marker="o", markersize=4, label=name)
-    panels["loss"].legend(frameon=False, fontsize=8)
+        panels["loss"].plot(*_in_units(columns, "validation_loss"), color=color, linewidth=1.8, marker="o", markersize=4,
+                           label=f" {name}" if name.startswith("_") else name)      # Matplotlib hides labels that begin with _
+    for text in panels["loss"].legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)              # a $ in the name of a folder is a $
 
 
 def _in_units(columns, name):

@@ -27,6 +27,9 @@ BIAS_RATE = 0.001               # step of the bias of a router, where that keeps
 def absolute(sources):
     """A list of sources that means the same from any folder: paths become absolute, names of corpora stay."""
     sources = [sources] if isinstance(sources, (str, os.PathLike)) else sources
+    for source in sources:
+        if any("\ud800" <= c <= "\udfff" for c in os.fspath(source)):      # as Python has bytes that are no UTF-8
+            raise CorpusError(f"the name {os.fspath(source)!a} is not UTF-8, and no configuration can hold it: rename the file")
     return [source if source in CORPORA else os.path.abspath(source) for source in sources]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import dtypes, random
 from ..amp import GradScaler, autocast
+from ..arguments import described
 from ..backend import device as make_device
 from ..backend import get_default_device, module_of
 from ..creation import as_tensor
@@ -16,10 +17,12 @@ from ..data import LMBatch, baselines, load_text, require_length, split_train_va
 from ..nn.moe import routings, update_biases
 from ..nn.utils import clip_grad_norm_
 from ..optim.lr_scheduler import SCHEDULES, LambdaLR
+from .callbacks import Callback
 from .checkpoint import (
     CHECKPOINT,
     CheckpointError,
     CheckpointWarning,
+    checkpoints_in,
     keep_as_before,
     keep_as_best,
     load_newest,
@@ -72,8 +75,9 @@ class Trainer:
         self.fields = fields_of(self.model, config.experts)
         self.metrics, self.step, self.random_state = Metrics(self.folder, fields=self.fields), 0, random.get_rng_state()
         self.observed = {}                              # in the last step, beside its loss: load of the experts, norms by module
-        self.callbacks, self.stopping = list(callbacks), False
+        self.callbacks, self.stopping = checked_callbacks(callbacks), False
         self.saved_step = None                          # of the newest checkpoint in the folder, as far as it is known to be whole
+        self.known_file = None                          # which file that is: what somebody else has put there is not written over
 
     def rate(self, step):
         """The learning rate after `step` updates, as a share of its peak."""
@@ -89,10 +93,15 @@ class Trainer:
         With float16 a batch whose gradients overflow is left out, and the scale of the loss halved. It counts nowhere: the schedule,
         like `step`, counts updates. FloatingPointError where that does not end.
         """
-        for _ in range(MOST_SKIPPED):
-            loss, norm = self._backward()
-            if self._update(loss, norm):
-                return loss, norm
+        before = self.sampler.state_dict()
+        try:
+            for _ in range(MOST_SKIPPED):
+                loss, norm = self._backward()
+                if self._update(loss, norm):
+                    return loss, norm
+        except BaseException:
+            self.sampler.load_state_dict(before)        # a step that was interrupted is made again with the same batch
+            raise
         raise FloatingPointError(f"the gradients of {MOST_SKIPPED} batches in a row left the range of float16 after {self.step} steps, the "
                                  f"last of them with the loss times {self.scaler.get_scale() * 2:g}; the last checkpoint is intact: try a "
                                  f"smaller --lr, a longer --warmup, or --precision bfloat16")
@@ -160,6 +169,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder), np.errstate(over="ignore", invalid="ignore"):         # what overflows is found by _check_finite
             remove_leftovers(self.folder)
+            self.stopping = False
             self.save()                                 # a folder that cannot be written to shows before the work is done
             write_config(self.folder / "config.toml", {"text": self.sources, **self.config.to_dict()})
             self._tell("on_start")
@@ -173,11 +183,13 @@ class Trainer:
 
     def _tell(self, event, *args):
         for callback in self.callbacks:
-            getattr(callback, event)(self, *args)
+            getattr(callback, event)(self, *(dict(arg) if isinstance(arg, dict) else arg for arg in args))
 
     def _loop(self, should_stop, report):
-        seconds, first, self.stopping = 0.0, self.step, False
+        seconds, first = 0.0, self.step
         while not self.is_complete():
+            if self.stopping:                           # since it began, or was saved
+                return False
             numbers = self._measured_step()
             seconds += numbers["seconds"]
             stop = should_stop() or self.stopping
@@ -194,12 +206,13 @@ class Trainer:
         lr, started = self.scheduler.get_last_lr()[0], time.perf_counter()
         loss, norm = self.train_step()
         seconds = time.perf_counter() - started
-        validation_loss = self.evaluate() if self._evaluation_is_due() else None
-        if validation_loss is not None:
-            self._tell("on_evaluation", validation_loss)
-        row = {"step": self.step, "learning_rate": lr, "train_loss": loss, "gradient_norm": norm, "validation_loss": validation_loss,
+        row = {"step": self.step, "learning_rate": lr, "train_loss": loss, "gradient_norm": norm, "validation_loss": None,
                "expert_load": None, **self.observed}
         self.metrics.add(**row)
+        if self._evaluation_is_due():
+            row["validation_loss"] = self.evaluate()
+            self.metrics.complete(validation_loss=row["validation_loss"])
+            self._tell("on_evaluation", row["validation_loss"])
         numbers = {**row, "tokens": self.config.batch_size * self.config.context, "seconds": seconds}
         self._tell("on_step", numbers)
         return numbers
@@ -224,7 +237,11 @@ class Trainer:
     # --- the checkpoint ---------------------------------------------------------------------------------------------
 
     def save(self):
-        """The checkpoint, and metrics.csv from the numbers that are also in it. The one before it stays, as many as config.keep says."""
+        """The checkpoint, and metrics.csv from the numbers that are also in it. The one before it stays, as many as config.keep says.
+
+        CheckpointError where the folder holds a run already, or this one has gone on elsewhere since it was resumed.
+        """
+        self._check_owner()
         tensors = stored_weights(self.model)
         self._check_finite("weights", sum(float(abs(a).max()) for a in tensors.values()))
         moments, optimizer = split_tensors(self.optimizer.state_dict())
@@ -236,12 +253,19 @@ class Trainer:
             "tokenizer_sha256": self.tokenizer.fingerprint, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(), "sampler": self.sampler.state_dict(), "fields": list(self.fields), "sources": self.sources,
             "text": self.fingerprint, "versions": versions()})
-        self.saved_step = self.step
+        self.saved_step, self.known_file = self.step, identity(self.folder / CHECKPOINT)
         remove_old(self.folder, self.step, self.config.keep)
         if self._is_best():
             keep_as_best(self.folder)
         self.metrics.write()
         self._tell("on_save", self.folder / CHECKPOINT)
+
+    def _check_owner(self):
+        found = identity(self.folder / CHECKPOINT)
+        if self.known_file is None and checkpoints_in(self.folder):
+            raise CheckpointError(f"{self.folder} already holds a run: continue it with Trainer.resume, or name another folder")
+        if found is not None and found != self.known_file:
+            raise CheckpointError(f"the run in {self.folder} has gone on since it was resumed here: resume it again")
 
     def _is_best(self):
         """Whether the weights of now were just evaluated, and lost less than all before them."""
@@ -257,6 +281,7 @@ class Trainer:
         """
         with locked(folder):                            # whoever trains there now will write a newer one
             tensors, state, path = load_newest(folder)
+            known = identity(Path(folder) / CHECKPOINT)
         with fitting(folder):
             state = upgraded(state)
             config, _ = check_record(tensors, state)
@@ -267,6 +292,7 @@ class Trainer:
             self._load(tensors, state)
         if path.name == CHECKPOINT:
             self.saved_step = self.step
+        self.known_file = known or path                 # a path where the newest one is gone: nobody's file is written over
         if steps is not None:
             self.change_length(steps)
         warn_of_versions(state["versions"])
@@ -304,6 +330,23 @@ class Trainer:
         options = {**self.optimizer.state_dict(), "state": {str(i): {} for i in range(len(params)) if self.step}}
         check_equal(state["optimizer"], as_json(options), "optimizer")
         self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
+
+
+def identity(path):
+    """What tells a file from another one of its name; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def checked_callbacks(callbacks):
+    callbacks = list(callbacks or ())
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"Trainer: callbacks must be a list of training.Callback, got {described(callback)}")
+    return callbacks
 
 
 def with_columns(table, names, wanted):
