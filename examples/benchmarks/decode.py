@@ -15,6 +15,7 @@ import time
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # before NumPy is loaded
 
 import numpy as np
+from turns import timed
 
 import tinygrad_tf
 from tinygrad_tf import nn
@@ -22,32 +23,28 @@ from tinygrad_tf.backend import tune_allocator
 from tinygrad_tf.generation import stream
 from tinygrad_tf.models import MiniGPT
 
-try:
-    import torch
-except ImportError:
-    torch = None
-
 MODELS = {"a": {"vocab_size": 65, "max_seq_len": 256, "dim": 128, "num_heads": 4, "num_layers": 4},
           "b": {"vocab_size": 512, "max_seq_len": 256, "dim": 384, "num_heads": 6, "num_layers": 6}}
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--rounds", type=int, default=9)
-parser.add_argument("--tokens", type=int, default=200)
-parser.add_argument("--json", help="a file for the figures")
-arguments = parser.parse_args()
 
-
-def ours(name):
+def ours(**sizes):
     """MiniGPT, pre-norm, tanh-GELU of 4C."""
     tinygrad_tf.manual_seed(0)
-    model = MiniGPT(hidden_dim=4 * MODELS[name]["dim"], dropout=0.0, norm_first=True, **MODELS[name])
+    model = MiniGPT(hidden_dim=4 * sizes["dim"], dropout=0.0, norm_first=True, **sizes)
     for block in model.blocks:
         block.ffn.net[1] = nn.GELU("tanh")
     return model.eval()
 
 
+def generator(model):
+    """A function from the number of tokens to their ids, for our model."""
+    prompt = tinygrad_tf.zeros(1, 1, dtype=tinygrad_tf.int64)
+    return lambda n: [int(token[0, 0]) for token in stream(model, prompt, n, temperature=0)]
+
+
 def twin(model):
-    """The same model in PyTorch: (a function from the number of tokens to their ids)."""
+    """The same for the same model in PyTorch."""
+    import torch
     F, C, H = torch.nn.functional, model.embedding.token.weight.shape[1], model.blocks[0].attention.num_heads
 
     def linear(layer):
@@ -92,18 +89,12 @@ def twin(model):
     return generate
 
 
-def seconds(function, *args):
-    begin = time.perf_counter()
-    function(*args)
-    return (time.perf_counter() - begin) / arguments.tokens
-
-
-def growth(model, contexts=(16, 64, 128, 240)):
+def growth(model, rounds, contexts=(16, 64, 128, 240)):
     """{tokens in the cache: µs a token}, the smallest of several, over 8 tokens each."""
     found = {}
     for context in contexts:
         times = []
-        for _ in range(arguments.rounds):
+        for _ in range(rounds):
             tokens = stream(model, tinygrad_tf.zeros(1, context, dtype=tinygrad_tf.int64), 9, temperature=0)
             next(tokens)                                        # the prefill, and the first token
             begin = time.perf_counter()
@@ -113,36 +104,53 @@ def growth(model, contexts=(16, 64, 128, 240)):
     return found
 
 
-tune_allocator()
-peer = "no PyTorch" if torch is None else f"PyTorch {torch.__version__}"
-print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}, {peer}, 1 thread, "
-      f"{arguments.tokens} tokens, {arguments.rounds} rounds")
-if torch is not None:
-    torch.set_num_threads(1)
-results = {}
-for name in MODELS:
-    model = ours(name)
-    prompt = tinygrad_tf.zeros(1, 1, dtype=tinygrad_tf.int64)
+def measure(name, tokens, rounds, compare):
+    """{"ours": seconds a token of each round, "torch": the same or nothing, "growth": {context: µs}}"""
+    model = ours(**MODELS[name])
+    generate, other = generator(model), twin(model) if compare else None
+    first, found = generate(tokens), {"ours": [], "torch": []}
+    if compare:
+        assert first == other(tokens), "the twin writes another text"
+    for _ in range(rounds):
+        found["ours"].append(timed(lambda: generate(tokens)) / tokens)
+        if compare:
+            found["torch"].append(timed(lambda: other(tokens)) / tokens)
+    return {**found, "growth": growth(model, rounds)}
 
-    def generate(model=model, prompt=prompt):
-        return [int(token[0, 0]) for token in stream(model, prompt, arguments.tokens, temperature=0)]
-    mine, theirs, other = [], [], None if torch is None else twin(model)
-    first = generate()
-    if other is not None:
-        assert first == other(arguments.tokens), "the twin writes another text"
-    for _ in range(arguments.rounds):
-        mine.append(seconds(generate))
-        if other is not None:
-            theirs.append(seconds(other, arguments.tokens))
-    grown = growth(model)
-    results[name] = {"ours": mine, "torch": theirs, "growth": grown}
+
+def shown(name, found):
+    mine, theirs = found["ours"], found["torch"]
     line = f"({name}) ours {statistics.median(mine) * 1e6:6.0f} µs a token"
     if theirs:
         ratios = sorted(a / b for a, b in zip(mine, theirs))
         line += (f", PyTorch eager {statistics.median(theirs) * 1e6:6.0f}: ratio {statistics.median(ratios):.2f} "
                  f"({ratios[0]:.2f} to {ratios[-1]:.2f})")
-    print(line)
-    print("    " + ", ".join(f"after {context} tokens {cost:.0f} µs" for context, cost in grown.items()))
-if arguments.json:
-    with open(arguments.json, "w", encoding="utf-8") as file:
-        json.dump(results, file, indent=1)
+    return line + "\n    " + ", ".join(f"after {context} tokens {cost:.0f} µs" for context, cost in found["growth"].items())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--json", help="a file for the figures")
+    arguments = parser.parse_args()
+    tune_allocator()
+    try:
+        import torch
+        torch.set_num_threads(1)
+        peer = f"PyTorch {torch.__version__}"
+    except ImportError:
+        torch, peer = None, "no PyTorch"
+    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}, {peer}, 1 thread, "
+          f"{arguments.tokens} tokens, {arguments.rounds} rounds")
+    results = {}
+    for name in MODELS:
+        results[name] = measure(name, arguments.tokens, arguments.rounds, torch is not None)
+        print(shown(name, results[name]), flush=True)
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

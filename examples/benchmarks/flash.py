@@ -9,7 +9,6 @@ the gradient that comes in (tracemalloc, in a step that is not timed). Writes fl
 """
 import argparse
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
+from turns import environment
 
 import tinygrad_tf as torch
 import tinygrad_tf.nn.functional as F
@@ -61,11 +61,9 @@ def worker(way, T, trace):
 
 
 def ask(way, T, trace, threads):
-    """What a worker process prints. OPENBLAS_CORETYPE and its like, set on some machines for old builds, would slow NumPy down."""
-    env = {k: v for k, v in os.environ.items() if k not in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
-    env.update({name: str(threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")})
+    """What a worker process prints."""
     command = [sys.executable, __file__, "--worker", way, "--T", str(T)] + ["--trace"] * trace
-    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout)
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment(threads)).stdout)
 
 
 def measure(lengths, rounds, threads):

@@ -10,21 +10,18 @@ processors, so a ratio holds for the kind of machine that it was measured on.
 import argparse
 import importlib
 import importlib.util
-import json
-import os
 import platform
 import statistics
-import subprocess
-import sys
-import time
+
+from turns import Worker, serve, timed
 
 SIZES = {"a": dict(V=65, T=64, B=12, L=4, H=4, C=128), "b": dict(V=512, T=256, B=8, L=6, H=6, C=384)}
 LIBRARIES = ("tinygrad_tf", "torch")
 STEPS_A_TURN = {"a": 10, "b": 1}
 
 
-def build(torch, nn, F, V, T, B, L, H, C):
-    """Pre-norm decoder, tanh-GELU of width 4C, learned positions, tied head, AdamW, clip 1.0. Returns a function of one step."""
+def gpt(torch, nn, F, V, T, B, L, H, C):
+    """Pre-norm decoder, tanh-GELU of width 4C, learned positions, tied head: ids and targets [B, T] to their loss."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -54,10 +51,15 @@ def build(torch, nn, F, V, T, B, L, H, C):
                 x = block(x)
             return F.cross_entropy(self.head(self.norm(x)).reshape(-1, V), targets.reshape(-1))
 
+    return GPT()
+
+
+def build(torch, nn, F, **sizes):
+    """A function of one step of that model, with AdamW and the norm of the gradients clipped to 1. It returns the loss."""
     torch.manual_seed(0)
-    model = GPT()
+    model = gpt(torch, nn, F, **sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = torch.randint(0, V, (B, T + 1))
+    ids = torch.randint(0, sizes["V"], (sizes["B"], sizes["T"] + 1))
     inputs, targets = ids[:, :-1], ids[:, 1:]
 
     def step():
@@ -70,48 +72,35 @@ def build(torch, nn, F, V, T, B, L, H, C):
     return step
 
 
-def worker(library, size, threads):
-    """Answers each line on standard input with the seconds per step of one turn."""
+def modules(library, threads):
+    """torch, torch.nn and torch.nn.functional of a library, ready to be timed."""
     torch, nn, F = (importlib.import_module(library + part) for part in ("", ".nn", ".nn.functional"))
     if library == "torch":
         torch.set_num_threads(threads)
     else:
         torch.backend.tune_allocator()
-    step = build(torch, nn, F, **SIZES[size])
+    return torch, nn, F
+
+
+def prepare(library, size, threads):
+    """The losses of the first steps, and a function that answers with the seconds per step of one turn."""
+    step = build(*modules(library, threads), **SIZES[size])
     losses = [step() for _ in range(3)]
-    print(json.dumps({"losses": losses}), flush=True)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        for _ in range(STEPS_A_TURN[size]):
-            step()
-        print((time.perf_counter() - start) / STEPS_A_TURN[size], flush=True)
-
-
-def start(library, size, threads):
-    """A worker process. OPENBLAS_CORETYPE and its like, set on some machines for old builds, would slow NumPy down."""
-    env = {k: v for k, v in os.environ.items() if k not in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
-    env.update({name: str(threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")})
-    command = [sys.executable, __file__, "--worker", library, "--size", size, "--threads", str(threads)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-
-
-def turn(process):
-    process.stdin.write("\n")
-    process.stdin.flush()
-    return float(process.stdout.readline())
+    return losses, lambda message: timed(step, STEPS_A_TURN[size])
 
 
 def measure(size, threads, rounds):
     """{library: [seconds per step of each turn]}, and the losses of the first steps, which must agree."""
     found = [name for name in LIBRARIES if importlib.util.find_spec(name)]
-    workers = {name: start(name, size, threads) for name in found}
-    losses = {name: json.loads(p.stdout.readline())["losses"] for name, p in workers.items()}
+    command = [__file__, "--size", size, "--threads", str(threads), "--worker"]
+    workers = {name: Worker([*command, name], threads) for name in found}
+    losses = {name: worker.hello for name, worker in workers.items()}
     times = {name: [] for name in found}
     for _ in range(rounds):
-        for name, process in workers.items():
-            times[name].append(turn(process))
-    for process in workers.values():
-        process.communicate()
+        for name, worker in workers.items():
+            times[name].append(worker.ask())
+    for worker in workers.values():
+        worker.close()
     return times, losses
 
 
@@ -123,7 +112,7 @@ def main():
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return worker(arguments.worker, arguments.size, arguments.threads)
+        return serve(lambda: prepare(arguments.worker, arguments.size, arguments.threads))
     times, losses = measure(arguments.size, arguments.threads, arguments.rounds)
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, {arguments.threads} thread(s), "
           f"size {arguments.size}: {SIZES[arguments.size]}")

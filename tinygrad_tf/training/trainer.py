@@ -70,7 +70,7 @@ class Trainer:
         self.optimizer = make_optimizer(config, self.model)
         self.autocast = autocast(self.device.type, dtypes.as_dtype(config.precision), enabled=config.precision != "float32")
         self.scaler = GradScaler(self.device.type, enabled=config.precision == "float16")
-        self.scheduler = LambdaLR(self.optimizer, self.rate)
+        self.scheduler = LambdaLR(self.optimizer, rate_of(config))
         self.sampler = make_sampler(config, self.train_ids)
         self.fields = fields_of(self.model, config.experts)
         self.metrics, self.step, self.random_state = Metrics(self.folder, fields=self.fields), 0, random.get_rng_state()
@@ -78,10 +78,6 @@ class Trainer:
         self.callbacks, self.stopping = checked_callbacks(callbacks), False
         self.saved_step = None                          # of the newest checkpoint in the folder, as far as it is known to be whole
         self.known_file = None                          # which file that is: what somebody else has put there is not written over
-
-    def rate(self, step):
-        """The learning rate after `step` updates, as a share of its peak."""
-        return SCHEDULES[self.config.schedule](step + 1, self.config.warmup, self.config.steps + 1, FINAL_LR)
 
     def baselines(self):
         """{n: nats per token} of the n-gram models on the same split."""
@@ -317,6 +313,7 @@ class Trainer:
         if steps < self.step:
             raise ValueError(f"the run has made {self.step} steps already: it cannot end after {steps}")
         self.config = dataclasses.replace(self.config, steps=steps)
+        self.scheduler.lr_lambdas = [rate_of(self.config)] * len(self.scheduler.lr_lambdas)
         self.scheduler.last_epoch = self.step - 1
         self.scheduler.step()
 
@@ -330,6 +327,12 @@ class Trainer:
         options = {**self.optimizer.state_dict(), "state": {str(i): {} for i in range(len(params)) if self.step}}
         check_equal(state["optimizer"], as_json(options), "optimizer")
         self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
+
+
+def rate_of(config):
+    """step → the learning rate after that many updates, as a share of its peak."""
+    schedule = SCHEDULES[config.schedule]
+    return lambda step: schedule(step + 1, config.warmup, config.steps + 1, FINAL_LR)
 
 
 def identity(path):
