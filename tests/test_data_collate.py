@@ -123,6 +123,26 @@ def test_what_counts_and_what_is_real():
     assert batch.rows(slice(1, 2)).position_ids.tolist() == [[0, 0, 0, 1]]
 
 
+def test_of_no_places_none_is_thrown_away():
+    assert pad_sequences(TEXTS, 0).rows(slice(0)).real_share == 1.0
+
+
+@pytest.mark.parametrize("n, error, words", [
+    (0, ValueError, "LMBatch.parts: n must be at least 1, got 0"), (-2, ValueError, "LMBatch.parts: n must be at least 1, got -2"),
+    (2.5, TypeError, "LMBatch.parts: n must be a whole number, got 2.5"), (True, TypeError, "n must be a whole number, got True"),
+    ("2", TypeError, "LMBatch.parts: n must be a whole number, got '2'")])
+def test_a_number_of_parts_is_one_or_more_and_refused_at_once(n, error, words):
+    with pytest.raises(error, match=words):
+        pad_sequences(TEXTS, 0).parts(n)
+
+
+def test_parts_are_the_rows_in_their_order():
+    batch = pad_sequences(TEXTS, 0)
+    for n in 1, 2, 3, np.int64(4), 9:
+        rows = [row for part, _ in batch.parts(n) for row in part.token_ids.tolist()]
+        assert rows == batch.token_ids.tolist() and abs(sum(share for _, share in batch.parts(n)) - 1) < 1e-12
+
+
 def test_where_the_tensors_are():
     for batch in pad_sequences(TEXTS, 0, device="cpu"), pad_sequences(TEXTS, 0).to("cpu"):
         assert {batch[name].device.type for name in batch.keys()} == {"cpu"}

@@ -2,6 +2,7 @@
 import copy
 import importlib.util
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -461,11 +462,16 @@ def test_a_check_that_stumbles_is_told_and_hides_no_other(monkeypatch):
     assert report.failed == {"stumbles": "ZeroDivisionError: division by zero"} and "Could not be looked at:" in str(report)
 
 
-def test_a_model_that_cannot_be_copied_says_why():
+@pytest.mark.parametrize("kept, why", [(lambda model: model.lm_head.weight * 2, "RuntimeError: deepcopy: only leaf tensors can be copied"),
+                                       (lambda model: threading.Lock(), "TypeError: cannot pickle '_thread.lock' object")])
+def test_a_model_that_cannot_be_copied_is_not_said_not_to_run(kept, why):
     model = gpt()
-    model.kept = model.lm_head.weight * 2
-    finding = examine(model, next_tokens(), checks=["does not run"]).findings[0]
-    assert "only leaf tensors can be copied" in finding.evidence and "works on copies" in finding.evidence
+    model.kept = kept(model)
+    report = examine(model, next_tokens(), checks=["does not run", "NaN or infinity", "untied weights"])
+    assert report.causes == [] and report.looked_at == ["untied weights"] and not report.healthy
+    assert list(report.failed) == ["does not run", "NaN or infinity"]
+    assert all(said.startswith(f"the model cannot be copied, and checks work on copies: {why}") for said in report.failed.values())
+    assert str(report).count("cannot be copied") == 1 and "as above" in str(report)
 
 
 def test_the_report_reads_as_a_table():
@@ -473,7 +479,140 @@ def test_the_report_reads_as_a_table():
     report = Report([finding, finding], ["shifted labels", "other"])
     assert list(report) == [finding] * 2 and len(report) == 2 and report.causes == ["shifted labels"] and not report.healthy
     assert str(report).splitlines()[:3] == ["2 findings by 2 checks.", "", "SHIFTED LABELS"]
-    assert str(Report(looked_at=["x"])) == "Nothing found by 1 checks." and Report().healthy and bool(Report())
+    assert str(Report(looked_at=["x"])) == "Nothing found by 1 checks." and bool(Report())
+
+
+def test_healthy_is_what_was_looked_at():
+    assert examine(gpt(), next_tokens(), checks=["untied weights"]).healthy and not Report().healthy
+    texts_alone = examine(gpt(), next_tokens(), checks=["duplicates in training"], train_ids=np.arange(100))
+    assert texts_alone.looked_at == ["duplicates in training"] and not texts_alone.healthy and not texts_alone.failed
+    assert not examine(gpt(), next_tokens(), checks=[]).healthy
+    assert not examine(gpt(), next_tokens(), checks=["padding is read"]).healthy
+
+
+def test_a_model_that_returns_nothing_is_not_healthy():
+    class Forgets(MiniGPT):
+        def forward(self, token_ids, targets=None):
+            super().forward(token_ids, targets)
+    report = examine(Forgets(V, T, 16, 2, 32, 1), next_tokens())
+    assert not report.healthy and report.causes == [] and "shifted labels" in report.failed
+    assert report.failed["does not run"] == ("forward returned None (NoneType), in which no tensor was found: let it return logits, or "
+                                             "(logits, loss)")
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = gpt(dropout=0.0)
+
+
+class ByPlace(Wrapped):
+    def forward(self, ids, /):
+        return self.inner(ids)[0]
+
+
+class ByPlaces(Wrapped):
+    def forward(self, ids, scale=1.0, targets=None, /):
+        assert scale == 1.0 and targets is not None
+        return self.inner(ids, targets)
+
+
+class Star(Wrapped):
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+class StarOfTwo(Wrapped):
+    def forward(self, *args, **kwargs):
+        ids, targets = args
+        return self.inner(ids, targets, **kwargs)
+
+
+class StarOfOne(Wrapped):
+    def forward(self, *args):
+        ids, = args
+        return self.inner(ids)[0]
+
+
+@reports
+@pytest.mark.parametrize("make", [ByPlace, ByPlaces, Star, StarOfTwo, StarOfOne])
+def test_what_takes_its_arguments_by_place_runs(make):
+    asked = ["does not run", "shifted labels", "leak of future tokens", "no gradient"]
+    report = examine(make(), next_tokens(), checks=asked)
+    assert report.healthy and report.looked_at == asked
+    inputs, targets = next_tokens()
+    assert examine(make(), (inputs, inputs), checks=asked).causes == ["shifted labels"]
+
+
+def test_of_what_does_not_run_in_any_way_the_first_error_is_told():
+    class Broken(Wrapped):
+        def forward(self, *args):
+            raise ValueError(f"{len(args)} arguments")
+    finding, = examine(Broken(), next_tokens(), checks=["does not run"])
+    assert finding.evidence == "ValueError: 2 arguments"
+
+
+def test_a_model_writes_into_copies_of_its_batch():
+    class Writes(MiniGPT):
+        def forward(self, token_ids, targets=None):
+            token_ids[:, 0] = (token_ids[:, 0] + 1) % V
+            targets[:, -1] = -100
+            return super().forward(token_ids, targets)
+    batch = next_tokens()
+    before = [x.tolist() for x in batch]
+    assert examine(Writes(V, T, 16, 2, 32, 1), batch, checks=["does not run", "train/eval mode", "no gradient"]).healthy
+    assert [x.tolist() for x in batch] == before
+
+
+def test_an_input_with_a_history_gets_no_gradient():
+    source = torch.randn(5, 4, requires_grad=True)
+    report = examine(nn.Linear(4, 3), (source * 2, torch.tensor([0, 1, 2, 0, 1])), checks=["does not run", "no gradient"])
+    assert report.healthy and source.grad is None
+
+
+def test_anomaly_mode_around_it_changes_nothing():
+    model = gpt()
+    model.lm_head.register_forward_hook(lambda module, args, out: out.clamp(max=-1).log())
+    with torch.autograd.detect_anomaly():
+        report = examine(model, next_tokens(), checks=["does not run", "NaN or infinity"])
+        assert torch.is_anomaly_enabled()
+    assert report.causes == ["NaN or infinity"] and "Log (called at" in report.findings[0].evidence
+    assert not torch.is_anomaly_enabled()
+
+
+class ByNames(nn.Module):
+    def forward(self, **named):
+        return named["x"]
+
+
+@pytest.mark.parametrize("known, error, message", [
+    ({"optimizer": 3}, TypeError, r"optimizer must be an optimizer, such as optim.AdamW\(model.parameters\(\)\), got 3 \(int\)"),
+    ({"optimizer": AdamW}, TypeError, "optimizer must be an optimizer"),
+    ({"tokenizer": 3}, TypeError, r"tokenizer must be a tokenizer, such as data.ByteTokenizer\(\), got 3 \(int\)"),
+    ({"tokenizer": ByteTokenizer}, TypeError, "tokenizer must be a tokenizer"),
+    ({"scheduler": 3}, TypeError, "scheduler must be a schedule of optim.lr_scheduler, got 3"),
+    ({"loss_of": 3}, TypeError, "loss_of must be a function, got 3"),
+    ({"sampler": 0.8}, TypeError, "sampler must be a function, got 0.8"),
+    ({"seed": None}, TypeError, "seed must be a whole number, got None"),
+    ({"seed": 2**64}, ValueError, "expected a seed in"),
+    ({"checks": "leak"}, TypeError, r"checks must be a list of causes, got 'leak' \(str\); write checks=\['leak of future tokens'\]"),
+    ({"checks": 3}, TypeError, "checks must be a list of causes, got 3"),
+], ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_what_else_is_known_is_of_its_kind(known, error, message):
+    with pytest.raises(error, match=message):
+        examine(gpt(), next_tokens(), **known)
+
+
+def test_inputs_without_a_name_ask_for_one():
+    x = torch.randn(2, 3)
+    with pytest.raises(TypeError, match="ByNames.forward has no first argument.*give a dict"):
+        examine(ByNames(), (x, x))
+    assert examine(ByNames(), {"x": x}, checks=["does not run"]).healthy
+
+
+def test_causes_may_come_from_any_iterable_and_any_seed_will_do():
+    asked = ["does not run", "train/eval mode"]
+    assert examine(gpt(), next_tokens(), checks=iter(asked), seed=2**64 - 1).looked_at == asked
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------------

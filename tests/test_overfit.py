@@ -72,6 +72,25 @@ def test_in_place_it_is_the_model_that_learns():
     assert result.model is model and model(**batch())[1].item() != result.losses[0]
 
 
+def no_graph(model, batch):
+    return model(**batch)[1].detach()
+
+
+def raises(model, batch):
+    model(**batch)[1].backward()
+    raise RuntimeError("after backward")
+
+
+@pytest.mark.parametrize("loss", [no_graph, raises])
+def test_modes_are_as_before_after_an_error_too(loss):
+    model = small().train()
+    model.blocks[0].eval()
+    before = [m.training for m in model.modules()]
+    with pytest.raises((ValueError, RuntimeError), match="does not depend on any parameter|after backward"):
+        overfit_one_batch(model, batch(), loss=loss, inplace=True)
+    assert [m.training for m in model.modules()] == before and all(p.grad is None for p in model.parameters())
+
+
 # --- verdicts -----------------------------------------------------------------------------------------------------------------
 
 def run(model=None, steps=60, lr=1e-2, given=None, **options):
@@ -97,6 +116,11 @@ def test_verdicts(verdict, options):
     assert run(**options).verdict.partition(":")[0] == verdict
 
 
+def test_a_constant_loss_below_0_is_stuck():
+    result = run(steps=3, loss=lambda model, batch: model.lm_head.weight.sum() * 0 - 1)
+    assert result.losses == [-1.0] * 3 and not result.learnt and result.verdict.startswith("stuck")
+
+
 def test_two_answers_to_one_question_are_not_learnt():
     rows = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[3, 4], [5, 6]])
     result = run(given=rows, steps=100)
@@ -111,7 +135,8 @@ def test_it_ends_at_nan():
 
 @pytest.mark.parametrize("losses, verdict", [
     ([4.0, 0.4], "learnt"), ([4.0, 2.0], "falling"), ([4.0, 2.1], "stuck"), ([4.0, 5.0], "diverged"), ([4.0, math.nan], "diverged"),
-    ([4.0], "stuck"), ([math.inf], "diverged")])
+    ([4.0], "stuck"), ([math.inf], "diverged"), ([4.0, 4.4], "stuck"), ([0.0, 0.0], "stuck"), ([-1.0, -1.0], "stuck"),
+    ([-1.0, -1.4], "stuck"), ([-1.0, -100.0], "falling"), ([-1.0, -0.8], "diverged")])
 def test_limits_of_the_verdicts(losses, verdict):
     assert Overfit(losses, None).verdict.partition(":")[0] == verdict and f"at step {len(losses) - 1}" in str(Overfit(losses, None))
 

@@ -56,6 +56,9 @@ class LMBatch:
 
         So it is with the gradients (guide 16.2). A part in which nothing counts has no loss, and is left out.
         """
+        return self._parts(whole_number("LMBatch.parts", "n", n, least=1))
+
+    def _parts(self, n):
         whole, rows = self.num_targets, np.array_split(np.arange(len(self.token_ids)), n)
         for some in rows:
             part = self.rows(slice(some[0], some[-1] + 1)) if len(some) else None
@@ -64,9 +67,9 @@ class LMBatch:
 
     @property
     def real_share(self):
-        """The share of its places in which a real token stands; the rest is computed, and thrown away."""
+        """The share of its places in which a real token stands; the rest is computed, and thrown away. Of no places it is 1."""
         real = self.segment_ids >= 0 if self.valid_tokens is None and self.segment_ids is not None else self.valid_tokens
-        return 1.0 if real is None else int(real.sum()) / real.numel()
+        return int(real.sum()) / real.numel() if real is not None and real.numel() else 1.0
 
 
 def make_lm_batch(sequences, pad_id, padding_side="right", device=None):

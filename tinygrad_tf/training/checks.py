@@ -57,7 +57,7 @@ def listed(names, most=3):
 @check("does not run", ERROR, needs=(), explained_by=("tokenizer does not fit",),
        advice="read the error: it names the shapes or the ids that do not fit")
 def runs(case):
-    """The model raises nothing, evaluated and trained."""
+    """The model raises nothing, evaluated and trained. `CannotLook` passes: that is no fault of it."""
     if case.error is not None:
         return f"{type(case.error).__name__}: {' '.join(str(case.error).split())}"
 
@@ -97,7 +97,7 @@ def _cross_entropy(logits, targets):
     return float((np.log(np.exp(z - top[:, None]).sum(-1)) + top - z[np.arange(len(y)), y]).mean())
 
 
-@check("padding in the loss", PADDING, needs=("targets", "padded"),
+@check("padding in the loss", PADDING, needs=("targets", "padded"), of_model=False,
        advice="targets are −100 (ignore_index) wherever the input or the target is padding: data.make_lm_batch makes them so")
 def padding_counts(case):
     """No target counts at a place of padding, and none that counts is the pad_id of the tokenizer."""
@@ -472,7 +472,7 @@ def modes(case):
 
 
 def _by_another_seed(case):
-    seed, case.seed = case.seed, case.seed + 1
+    seed, case.seed = case.seed, case.seed ^ 1
     try:
         return distance(host(case.logits), host(case.run()[0]))
     finally:

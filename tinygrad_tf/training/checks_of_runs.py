@@ -78,7 +78,7 @@ def repeated(ids, n):
     return covered(found, n, len(ids))
 
 
-@check("overlapping texts", TOO_LOW, needs=("splits",),
+@check("overlapping texts", TOO_LOW, needs=("splits",), of_model=False,
        advice="split by document or by position (data.split_train_validation) before windows are cut, and leave out documents that are "
               "there twice; a random split of windows or lines puts neighbours of each into the other part")
 def overlap(case):
@@ -89,7 +89,7 @@ def overlap(case):
         return f"{share:.0%} of the validation text lies in runs of {n} tokens that stand in the training text, too"
 
 
-@check("duplicates in training", REPEATS, needs=("corpus",),
+@check("duplicates in training", REPEATS, needs=("corpus",), of_model=False,
        advice="leave out documents and lines that are there again: what stands there often is learnt by heart, and written again")
 def duplicates(case):
     """Long runs of tokens do not come again in the training text."""
@@ -132,7 +132,7 @@ def temperature(case):
                 f"temperature 1 it is {other:.0%}")
 
 
-@check("<eos> is never a target", REPEATS, needs=("tokenizer", "targets", "padded", "is_language_model"),
+@check("<eos> is never a target", REPEATS, needs=("tokenizer", "targets", "padded", "is_language_model"), of_model=False,
        advice="end each text with tokenizer.eos_id before it is padded, and let that target count: with pad_id = eos_id, a loss that "
               "ignores padding ignores the ends as well")
 def end_is_learnt(case):
@@ -144,7 +144,7 @@ def end_is_learnt(case):
                 f"{(targets != IGNORED).sum()} targets is <eos>, {eos}: the model cannot learn to stop")
 
 
-@check("<eos> does not stop it", REPEATS, needs=("samples", "tokenizer"),
+@check("<eos> does not stop it", REPEATS, needs=("samples", "tokenizer"), of_model=False,
        advice="generate with eos_id=tokenizer.eos_id: what comes after the end was never trained")
 def end_is_obeyed(case):
     """Nothing is written after <eos> but padding."""
@@ -164,7 +164,7 @@ def _ids(sample):
 
 # --- time ---------------------------------------------------------------------------------------------------------------------
 
-@check("few real tokens", SLOW, needs=("padded",),
+@check("few real tokens", SLOW, needs=("padded",), of_model=False,
        advice="pack several texts into a row (data.pack_sequences), or put those of like length into one batch")
 def few_real(case):
     """Half of the places of the batch or more hold real tokens."""
@@ -172,7 +172,7 @@ def few_real(case):
         return f"{share:.0%} of the {case.texts.size} places of the batch hold real tokens; the rest is computed, and thrown away"
 
 
-@check("slow data loading", SLOW, needs=("loading", "gradients"),
+@check("slow data loading", SLOW, needs=("loading", "gradients"), of_model=False,
        advice="encode once and keep the ids (data.TokenFile), cut windows instead of texts, and make the next batch while this one is "
               "computed")
 def waits_for_data(case):
@@ -231,7 +231,7 @@ def _largest(case, out):
 
 # --- the learning rate --------------------------------------------------------------------------------------------------------
 
-@check("learning rate 0", STUCK, needs=("optimizer",),
+@check("learning rate 0", STUCK, needs=("optimizer",), of_model=False,
        advice="give the optimizer a rate; a schedule that counts from 1 has none at its first step, and one that has ended none at all")
 def no_rate(case):
     """Some group of the optimizer has a rate; before its first update a warm-up may still begin at 0."""
@@ -304,7 +304,7 @@ def _moved(case):
     return [float(np.linalg.norm(host(after[name]) - w) / max(np.linalg.norm(w), 1e-30)) for name, w in before.items()]
 
 
-@check("learning-rate schedule", STUCK, needs=("optimizer", "scheduler"),
+@check("learning-rate schedule", STUCK, needs=("optimizer", "scheduler"), of_model=False,
        advice="make it of this optimizer, and call scheduler.step() after optimizer.step(), once an update: not for each micro-batch, nor "
               "for a step that a GradScaler left out")
 def schedule(case):

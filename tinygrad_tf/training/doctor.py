@@ -6,10 +6,12 @@ A check is a short function of a `Case` that measures one thing and returns its 
 CHECKS under the name of the cause that it looks for. training/checks.py looks at a model and a batch, training/checks_of_runs.py at
 texts, samples and what a run has done. Whoever writes another one registers it in the same way.
 
-The model is never changed: checks work on copies, and the random streams go back to where they were.
+Neither model nor batch are ever changed: checks work on copies, and the random streams go back to where they were.
 """
 import copy
 import inspect
+import itertools
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from .. import random
-from ..arguments import described, tensors_in
+from ..anomaly import set_detect_anomaly
+from ..arguments import described, optional_functions, tensors_in, whole_number
 from ..autograd import IGNORED, enable_grad, no_grad
 from ..backend import CPU, to_device
 from ..dtypes import widened
@@ -39,11 +42,19 @@ ERROR = "an error"
 TARGETS = ("targets", "labels")                                         # what models call them
 VALID = {"valid_tokens": None, "source_valid": "source_ids", "target_valid": "target_ids"}      # → the ids they are about; None: the first
 
+NOTHING = inspect.Parameter.empty               # the default of an argument that has none
 SHIFTS = range(-2, 4)                           # places by which targets may be off
 AGREE = 0.95                                    # share of equal targets from which on this is no chance
 IN_WORDS = {"ids": "token ids [B, T]", "texts": "token ids [B, T]", "padded": "padding in the batch", "targets": "targets",
             "is_language_model": "targets that are the tokens that follow", "logits": "a model that runs", "loss": "a loss",
             "gradients": "a loss with a graph", "splits": "ids or texts of training and validation", "corpus": "train_ids or train_text"}
+GIVEN = {"optimizer": (("param_groups", "state", "step"), "an optimizer, such as optim.AdamW(model.parameters())"),
+         "tokenizer": (("encode", "decode", "vocab_size"), "a tokenizer, such as data.ByteTokenizer()"),
+         "scheduler": (("optimizer", "get_last_lr"), "a schedule of optim.lr_scheduler")}      # → what it has, and what it is
+
+
+class CannotLook(RuntimeError):
+    """What keeps the doctor from a model that may well run: it cannot be copied, or returns nothing that can be read."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +68,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A registered check; `needs` are the attributes of a `Case` that it cannot do without."""
+    """A registered check; `needs` are the attributes of a `Case` that it cannot do without, `of_model` is whether it is about the model."""
     look: Any
     cause: str
     symptom: str
     advice: str
     needs: tuple
     explained_by: tuple
+    of_model: bool
 
     def findings(self, case):
         """What `look` says of a case, as a list: all str together are the evidence of what stands here, a `Finding` stands for itself."""
@@ -77,14 +89,15 @@ class Check:
 CHECKS = []
 
 
-def check(cause, symptom, advice, needs=("logits",), explained_by=()):
+def check(cause, symptom, advice, needs=("logits",), explained_by=(), of_model=True):
     """Registers a function look(case) → evidence: str, or None; also several, or a `Finding` of its own.
 
     needs: names of attributes of `Case`; where one is None, the check is left out, and the report says so.
     explained_by: causes that bring this finding with them. Where one of them was found, this one is not reported.
+    of_model: False for one that looks at texts, targets, times or rates alone, which say nothing of the model's health.
     """
     def register(look):
-        CHECKS.append(Check(look, cause, symptom, advice, tuple(needs), tuple(explained_by)))
+        CHECKS.append(Check(look, cause, symptom, advice, tuple(needs), tuple(explained_by), of_model))
         return look
     return register
 
@@ -95,7 +108,8 @@ def check(cause, symptom, advice, needs=("logits",), explained_by=()):
 class Case:
     """A model and a batch, all else that is known, and what several checks measure, once.
 
-    batch            an `LMBatch`, a dict of the model's arguments, or (inputs, targets); all tensors where the model is
+    batch            an `LMBatch`, a dict of the model's arguments, or (inputs, targets); all tensors where the model is. A forward(*args)
+                     is given both of the latter, or the inputs alone if it does not run with both
     loss_of          a function (logits, targets) → number, where the model returns none; by default cross entropy
     training         whether the model is said to train now; by default it is if an optimizer is given, else nothing is said
     causal           whether a token may see those before it alone; by default it is if the targets are ids of the batch, moved
@@ -123,7 +137,14 @@ class Case:
     def __post_init__(self):
         if not isinstance(self.model, Module):
             raise TypeError(f"examine: model must be an nn.Module, got {described(self.model)}")
-        self.arguments, self.targets = _arguments(self.model, self.batch)
+        for name, (parts, what) in GIVEN.items():
+            given = getattr(self, name)
+            if given is not None and (isinstance(given, type) or not all(hasattr(given, part) for part in parts)):
+                raise TypeError(f"examine: {name} must be {what}, got {described(given)}")
+        optional_functions("examine", loss_of=self.loss_of, sampler=self.sampler)
+        self.seed = whole_number("examine", "seed", self.seed)
+        random.Generator().manual_seed(self.seed)           # ValueError for one that no stream begins with
+        self.arguments, self.targets, self._places = _arguments(self.model, self.batch)
 
     # --- the batch ---
 
@@ -231,22 +252,26 @@ class Case:
     def run(self, model=None, **changes):
         """(logits, loss) of the batch with some arguments changed; loss is None without targets. By default of `evaluated`, no graph.
 
-        What is changed to None is left out. The random numbers are the same in each call.
+        What is changed to None is left out. The random numbers are the same in each call; the model may write into what it is given.
         """
         if model is None:
             with no_grad():
                 return self.run(self.evaluated, **changes)
         random.manual_seed(self.seed)
-        out = model(**{name: x for name, x in {**self.arguments, **changes}.items() if x is not None})
-        return self._read(out, changes.get(self._targets_name, self.targets))
+        given = {name: _own(x) for name, x in {**self.arguments, **changes}.items() if x is not None}
+        places = [given.pop(name, default) for name, default in self._places.items()]
+        out = model(*itertools.takewhile(lambda x: x is not NOTHING, places), **given)
+        return self._read(out, _own(changes.get(self._targets_name, self.targets)))
 
     @property
     def _targets_name(self):
         return next((name for name in TARGETS if name in self.arguments), TARGETS[0])
 
     def _read(self, out, targets):
-        """(logits, loss) of what a model returns: logits alone, or among others; the loss is a single number."""
+        """(logits, loss) of what a model returns: logits alone, or among others; the loss is a single number. `CannotLook` for neither."""
         found = tensors_in(out)
+        if not found:
+            raise CannotLook(f"forward returned {described(out)}, in which no tensor was found: let it return logits, or (logits, loss)")
         logits = next((x for x in found if x.ndim), None)
         loss = next((x for x in found if not x.ndim), None)
         if self.loss_of is not None and targets is not None:
@@ -258,10 +283,23 @@ class Case:
     @cached_property
     def _plain(self):
         """(logits, loss, error) of the batch as it is, in evaluation mode; (None, None, error) where the model raises."""
-        try:
-            return *self.run(), None
-        except Exception as error:
-            return None, None, error
+        whole, first = self.arguments, None
+        for way in self._ways():
+            self.arguments = way
+            try:
+                return *self.run(), None
+            except CannotLook:
+                raise
+            except Exception as error:
+                first = first or error
+        self.arguments = whole
+        return None, None, first
+
+    def _ways(self):
+        """The arguments; and those without the targets where forward(*args) does not say whether it takes them."""
+        yield self.arguments
+        if self._targets_name in self._places:
+            yield {name: x for name, x in self.arguments.items() if name != self._targets_name}
 
     @property
     def logits(self):
@@ -285,6 +323,8 @@ class Case:
                 return None, None
             loss.backward()
             return {name: p.grad for name, p in model.named_parameters()}, None
+        except CannotLook:
+            raise
         except Exception as error:
             return None, error
 
@@ -300,11 +340,16 @@ class Case:
 
 
 def _copied(what):
-    """A deep copy; RuntimeError where something in it cannot be copied, such as a tensor that was computed."""
+    """A deep copy; `CannotLook` where something in it cannot be copied, such as a tensor that was computed, or a lock."""
     try:
         return copy.deepcopy(what)
-    except (RuntimeError, TypeError) as error:
-        raise RuntimeError(f"examine: works on copies, and the model cannot be copied: {error}") from error
+    except Exception as error:
+        raise CannotLook(f"the model cannot be copied, and checks work on copies: {type(error).__name__}: {error}") from error
+
+
+def _own(x):
+    """A copy of a tensor, without its history, to do anything with; None stays."""
+    return None if x is None else x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _bytes(text):
@@ -321,10 +366,17 @@ def _is_ids(name, x):
 
 
 def _arguments(model, batch):
-    """({name: tensor} to call the model with, the targets or None) of any kind of batch. TypeError for what is none."""
+    """({name: tensor} to call the model with, the targets or None, {name: default} of what has a place and no name) of any batch.
+
+    TypeError for what is none.
+    """
     parameters = inspect.signature(model.forward).parameters
+    places = {name: p.default for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)}
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        named = dict(zip([*parameters][:1] + [next((n for n in TARGETS if n in parameters), TARGETS[0])], batch))
+        first, targets = _names(model, parameters)
+        named = dict(zip((first, targets), batch))
+        if parameters[first].kind is inspect.Parameter.VAR_POSITIONAL and targets not in parameters:
+            places[targets] = NOTHING
     elif hasattr(batch, "keys"):
         named = {name: batch[name] for name in batch.keys()}
     else:
@@ -333,7 +385,17 @@ def _arguments(model, batch):
         raise TypeError(f"examine: what a batch holds must be tensors, but {wrong[0]} is {described(named[wrong[0]])}")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     targets = next((named[name] for name in TARGETS if name in named), None)
-    return {name: x for name, x in named.items() if takes_all or name in parameters or name not in TARGETS}, targets
+    taken = {name: x for name, x in named.items() if takes_all or name in parameters or name in places or name not in TARGETS}
+    return taken, targets, places
+
+
+def _names(model, parameters):
+    """The arguments of forward that (inputs, targets) are: the first, and the one that is called so."""
+    first = next(iter(parameters.values()), None)
+    if first is None or first.kind is first.VAR_KEYWORD:
+        raise TypeError(f"examine: {type(model).__name__}.forward has no first argument, which the inputs of (inputs, targets) would be: "
+                        f"give a dict of its arguments as batch")
+    return first.name, next((name for name in TARGETS if name in parameters), TARGETS[0])
 
 
 # --- the report -----------------------------------------------------------------------------------------------------------
@@ -342,18 +404,19 @@ def _arguments(model, batch):
 class Report:
     """What the checks found: iterable, and printed as a table.
 
-    skipped: {cause: what its check needs, or what it follows from};  failed: {cause: the error of its check}. What was not looked at is
-    not known to be well.
+    skipped: {cause: what its check needs, or what it follows from};  failed: {cause: the error of its check};  of_model: whether some
+    check looked at the model itself, and not at texts, targets, times or rates alone. What was not looked at is not known to be well.
     """
     findings: list = field(default_factory=list)
     looked_at: list = field(default_factory=list)
     skipped: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
+    of_model: bool = False
 
     @property
     def healthy(self):
-        """Nothing was found, and every check that had what it needs came to its end."""
-        return not self.findings and not self.failed
+        """The model was looked at, nothing was found, and every check that had what it needs came to its end."""
+        return self.of_model and not self.findings and not self.failed
 
     @property
     def causes(self):
@@ -376,19 +439,25 @@ class Report:
             lines += ["", f.cause.upper(), f"  symptom   {f.symptom}", f"  evidence  {f.evidence}", f"  advice    {f.advice}"]
         for title, rest in ("Not looked at", self.skipped), ("Could not be looked at", self.failed):
             if rest:
-                lines += ["", f"{title}:", *(f"  {cause:32s}{why}" for cause, why in rest.items())]
+                lines += ["", f"{title}:", *_lines(rest)]
         return "\n".join(lines)
+
+
+def _lines(reasons):
+    """A line for each cause, with the reason where it is another than that of the line above."""
+    for (cause, why), before in zip(reasons.items(), [None, *reasons.values()]):
+        yield f"  {cause:32s}{'as above' if why == before else why}"
 
 
 def examine(model, batch, *, checks=None, **known):
     """The `Report` of all checks that have what they need. checks: causes to look for alone; known: the other fields of `Case`.
 
-    Nothing of the model, the optimizer or the random streams is changed. TypeError for a model or a batch that is none,
-    ValueError for the name of a cause that no check looks for.
+    Nothing of the model, the batch, the optimizer or the random streams is changed. TypeError for a model, a batch, or what else is given
+    that is none, ValueError for the name of a cause that no check looks for.
     """
-    case, report = Case(model, batch, **known), Report()
-    with _as_before(), enable_grad(), np.errstate(all="ignore"):
-        for one in _chosen(checks):
+    chosen, case, report = _chosen(checks), Case(model, batch, **known), Report()
+    with _as_before(), enable_grad(), set_detect_anomaly(False), np.errstate(all="ignore"):     # the doctor asks anomaly mode by itself
+        for one in chosen:
             _look(one, case, report)
     follows = {one.cause: _explained(one, report) for one in CHECKS}       # also what was found before its explanation
     report.skipped |= {cause: follows[cause] for cause in report.causes if follows.get(cause)}
@@ -403,9 +472,13 @@ def _explained(one, report):
 
 def _chosen(causes):
     names = [one.cause for one in CHECKS]
-    if wrong := [cause for cause in causes or () if cause not in names]:
+    if isinstance(causes, str) or causes is not None and not isinstance(causes, Iterable):
+        meant = next((name for name in names if str(causes) in name), causes)
+        raise TypeError(f"examine: checks must be a list of causes, got {described(causes)}; write checks=[{meant!r}]")
+    causes = names if causes is None else list(causes)
+    if wrong := [cause for cause in causes if cause not in names]:
         raise ValueError(f"examine: no check looks for {wrong[0]!r}; there are: {', '.join(names)}")
-    return [one for one in CHECKS if causes is None or one.cause in causes]
+    return [one for one in CHECKS if one.cause in causes]
 
 
 def _look(one, case, report):
@@ -419,8 +492,10 @@ def _look(one, case, report):
             return
         report.findings += one.findings(case)
         report.looked_at.append(one.cause)
+        report.of_model |= one.of_model
     except Exception as error:
-        report.failed[one.cause] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        kind = "" if isinstance(error, CannotLook) else f"{type(error).__name__}: "
+        report.failed[one.cause] = kind + " ".join(str(error).split())
 
 
 @contextmanager

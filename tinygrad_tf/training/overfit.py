@@ -11,7 +11,8 @@ from ..autograd import enable_grad
 from ..nn.module import Module
 from ..optim import AdamW
 
-LEARNT, FALLING = 0.1, 0.5                      # of the first loss: what is left of it at the end
+LEARNT = 0.1                                    # of the first loss: what is left of it at the end
+FALLING, RISEN = 0.5, 0.1                       # of its size: by how much it fell, or rose
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,18 @@ class Overfit:
 
     @property
     def learnt(self):
-        """Whether a tenth of the first loss is left, or less."""
-        return self.losses[-1] <= LEARNT * self.losses[0]
+        """Whether a tenth of the first loss is left, or less. Of one that begins at 0 or below, nobody knows where it ends: False."""
+        return 0 < self.losses[0] and self.losses[-1] <= LEARNT * self.losses[0]
 
     @property
     def verdict(self):
         """`learnt`, `falling`, `stuck`, or `diverged`, and what that says."""
         first, last = self.losses[0], self.losses[-1]
-        if not math.isfinite(last) or last > 1.1 * first:
+        if not math.isfinite(last) or last > first + RISEN * abs(first):
             return "diverged: the rate is too high, or an operation makes NaN (autograd.detect_anomaly names it)"
         if self.learnt:
             return "learnt: model, targets and optimizer work together"
-        if last <= FALLING * first:
+        if last < first and last <= first - FALLING * abs(first):
             return "falling: give it more steps; if it stops there, two rows ask for different answers to the same question"
         return "stuck: suspect the implementation, the targets or the optimizer, and not the size of the model"
 
@@ -51,19 +52,22 @@ def overfit_one_batch(model, batch, steps=200, lr=3e-3, *, loss=None, make_optim
     training         False: in evaluation mode, since dropout hides what is learnt; gradients flow as in training
     inplace          True trains the model itself
 
-    ValueError for a batch whose loss does not depend on a parameter. Random numbers are drawn in training mode alone.
+    ValueError for a batch whose loss does not depend on a parameter. Random numbers are drawn in training mode alone. Modes are afterwards
+    as before, also after an error.
     """
     steps = whole_number("overfit_one_batch", "steps", steps, least=1)
     learner = model if inplace else copy.deepcopy(model)
     before = [(module, module.training) for module in learner.modules()]
     optimizer, loss, losses = make_optimizer(learner.parameters(), lr=lr), loss or _own_loss, []
     learner.train(training)
-    with enable_grad():
-        while len(losses) < steps and math.isfinite(sum(losses)):
-            losses.append(_update(learner, batch, loss, optimizer))
-    optimizer.zero_grad()
-    for module, mode in before:
-        module.training = mode
+    try:
+        with enable_grad():
+            while len(losses) < steps and math.isfinite(sum(losses)):
+                losses.append(_update(learner, batch, loss, optimizer))
+    finally:
+        optimizer.zero_grad()
+        for module, mode in before:
+            module.training = mode
     return Overfit(losses, learner)
 
 
