@@ -14,7 +14,7 @@ from tinygrad_tf import cli
 from tinygrad_tf.data import BPETokenizer
 from tinygrad_tf.generation import Sampler
 from tinygrad_tf.models import Decoder
-from tinygrad_tf.pretrained import Pretrained, PretrainedError, from_pretrained, save_pretrained
+from tinygrad_tf.pretrained import Pretrained, PretrainedError, chat, from_pretrained, save_pretrained
 from tinygrad_tf.pretrained.bert import bert
 from tinygrad_tf.pretrained.chat import Chat, render
 from tinygrad_tf.pretrained.packages import PACKAGES, file_of
@@ -60,11 +60,36 @@ def test_a_template_is_rendered_as_published_ones_expect():
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be used"), ("{{ self.__init__.__globals__ }}", "cannot be used"),
     ("{{ 1 / 0 }}", "cannot be used"), ("{% include 'secret' %}", "cannot be used"), ("{{ 'x' * 10 ** 12 }}", "cannot be used"),
     ("{{ cycler.__init__.__globals__.os.system('true') }}", "cannot be used"),
+    ("{{ lipsum() }}", "'lipsum' is undefined"), ("{{ cycler(1) }}", "'cycler' is undefined"), ("{{ joiner() }}", "'joiner' is undefined"),
+    ("{% break %}", "cannot be used: 'break' outside loop"), ("{% continue %}", "cannot be used"),                      # SyntaxErrors
+    ("{{ " + "(" * 500 + "1" + ")" * 500 + " }}", "cannot be used: "), ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ("{{ raise_exception('') }}", "refuses these messages: it does not say why"), ("{{ '\ud800' }}", "surrogates not allowed"),
+    ("{{ 'x' * 5000000 }}", "writes 5000000 characters, and at most 4194304"), ("{{ strftime_now(3) }}", "must be str"),
 ], ids=lambda value: value[:30])
 def test_a_template_that_fails_or_reaches_out_is_one_sentence(template, reason):
     with pytest.raises(PretrainedError, match=reason) as caught:
         render(template, [{"role": "user", "content": "x"}])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of a process")
+@pytest.mark.parametrize("template", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set all = namespace(x='ab') %}{% for i in range(60) %}{% set all.x = all.x ~ all.x %}{% endfor %}", "{{ 'x' | center(10**10) }}",
+    "{{ ('a' * 100000).replace('a', 'b' * 100000) }}", "{{ 9 ** (9 ** 9) }}",
+], ids=lambda value: value[:30])
+def test_a_template_without_end_is_ended(monkeypatch, template):
+    """By the system: one second of the processor's time, and not of the clock's."""
+    monkeypatch.setitem(chat.LIMITS, "seconds", 1)
+    with pytest.raises(PretrainedError, match="cannot be used: (it takes more than 1 s or 1024 MiB|MemoryError)"):
+        render(template, [])
+
+
+def test_a_template_where_no_process_can_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/where")
+    with pytest.raises(PretrainedError, match="no process can be started for it"):
+        render(TEMPLATE, [])
 
 
 # --- conversations ------------------------------------------------------------------------------------------------------------------
@@ -170,6 +195,26 @@ def test_lines_are_a_conversation(folder, monkeypatch, capsys):
     assert error.count("tokens/s") == 4 and error.count("a sign between messages") == 1      # of reading and of writing, for two answers
 
 
+def test_a_line_that_is_no_text_costs_itself_alone(folder, monkeypatch, capsys):
+    """However many lines are read at once."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\nthe \xff\xfe mat\nthe mat\n"), encoding="utf-8"))
+    assert cli.main(["chat", "--model", "model", "--max-new-tokens", "5"]) == 0
+    error = capsys.readouterr().err
+    assert error.count("ended by") == 2 and error.count("the text is no valid UTF-8") == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_ends_a_program_with_one_question(folder, monkeypatch, capsys):
+    def interrupted(self, text):
+        yield "the"
+        os.kill(os.getpid(), signal.SIGINT)
+        yield "end"
+    monkeypatch.setattr(Chat, "say", interrupted)
+    assert cli.main(["chat", "--model", "model", "--prompt", "the cat"]) == 130
+    out, error = capsys.readouterr()
+    assert out.startswith("the") and "[stopped]" in error
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_stops_the_answer_and_not_the_program(folder, monkeypatch, capsys):
     from tinygrad_tf.pretrained import commands
@@ -192,7 +237,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, monkeypatch, capsys
     (["--model", "nowhere"], ["there is no nowhere"]), (["--max-new-tokens", "0"], ["at least 1"]), (["--prompt", " "], ["empty"]),
     (["--temperature", "-1"], ["temperature"]), (["--top-p", "2"], ["top_p"]),
     (["--quantize", "int3"], ["invalid choice"]), (["--system", "<pad>"], ["sign between"]),
-    (["--prompt", "<|im_end|>"], ["sign between"])])
+    (["--prompt", "<|im_end|>"], ["sign between"]), (["--prompt", "the \udcff"], ["no valid UTF-8"])])
 def test_what_is_wrong_is_one_sentence(folder, capsys, arguments, parts):
     assert cli.main(["chat", "--prompt", "x", "--model", "model", *arguments]) == 2
     out, error = capsys.readouterr()

@@ -1,4 +1,6 @@
 """Sentences as vectors: a tiny encoder for the mechanics, and the published one where it is installed."""
+import json
+
 import numpy as np
 import pytest
 from device import host
@@ -9,7 +11,7 @@ from tinygrad_tf.data import WordPieceTokenizer
 from tinygrad_tf.models import MiniGPT
 from tinygrad_tf.pretrained import Pretrained, PretrainedError, from_pretrained, save_pretrained
 from tinygrad_tf.pretrained.bert import bert
-from tinygrad_tf.pretrained.embed import embed, similarities, table
+from tinygrad_tf.pretrained.embed import draw, embed, similarities, table
 from tinygrad_tf.pretrained.packages import PACKAGES, file_of
 
 minilm = pytest.mark.skipif(file_of(PACKAGES["minilm"]) is None, reason=PACKAGES["minilm"].command)
@@ -61,6 +63,45 @@ def test_what_cannot_be_embedded(known):
         embed(Pretrained(MiniGPT(11, 8, 8, 2, 16, 1), {}, known.tokenizer), ["a"])
     with pytest.raises(PretrainedError, match="an encoder with a tokenizer"):
         embed(Pretrained(known.model, {}), ["a"])
+
+
+@pytest.mark.parametrize("batch_size, error", [(-1, ValueError), (0, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_a_batch_has_a_size(known, batch_size, error):
+    with pytest.raises(error, match="embed: batch_size must be"):
+        embed(known, ["a"], batch_size)
+
+
+def test_texts_are_cut_where_the_model_learned_to(known, tmp_path):
+    """The limit comes with the weights, and stays with them where they are saved."""
+    saved = Pretrained(known.model, known.config, known.tokenizer, longest_text=6)
+    save_pretrained(saved, tmp_path)
+    again = from_pretrained(tmp_path)
+    assert again.longest_text == 6
+    long, cut = "a b c d e f g h", "a b c d"
+    np.testing.assert_allclose(embed(again, [long]), embed(known, [cut]), atol=1e-6)
+    assert np.abs(embed(known, [long]) - embed(known, [cut])).max() > 1e-3
+
+
+@pytest.mark.parametrize("N", [1, 3, 41, 300])
+def test_a_picture_fits_on_a_screen(tmp_path, N):
+    """Whatever stands in the texts, and however many there are."""
+    vectors = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
+    draw(["$x^{$", "_hidden", "\\frac{1}$ $"] * (N // 3) + ["$"] * (N % 3), vectors, tmp_path / "s.png")
+    header = (tmp_path / "s.png").read_bytes()[16:24]
+    assert all(int.from_bytes(side, "big") <= 20 * 130 for side in (header[:4], header[4:]))
+
+
+def test_another_pooling_is_refused(known, tmp_path):
+    save_pretrained(known, tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    mean, cls = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
+    for modes, well in ({mean: True, cls: False}, True), ({cls: True}, False), ({mean: True, cls: True}, False), ({}, False):
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(modes))
+        if well:
+            assert embed(from_pretrained(tmp_path), ["ab"]).shape == (1, 16)
+        else:
+            with pytest.raises(PretrainedError, match="embed takes the mean"):
+                embed(from_pretrained(tmp_path), ["ab"])
 
 
 def test_the_command(known, tmp_path, monkeypatch, capsys):

@@ -318,6 +318,20 @@ def test_runs_of_one_name_go_by_their_paths(tmp_path, figures):
         draw_runs([tmp_path], tmp_path / "runs.png")
 
 
+def test_the_name_of_a_run_is_a_text(tmp_path):
+    """No formula where it holds dollars, and not hidden where it begins with a line."""
+    folders = [tmp_path / name for name in ("_first", "$x^{$")]
+    for folder in folders:
+        folder.mkdir()
+        Run(folder, Monitor()).train(5)
+    shown = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinygrad_tf.training.monitor.write_png", lambda figure, path: shown.append(panels(figure)["loss"].get_legend()))
+        draw_runs(folders, tmp_path / "runs.png")
+    assert [text.get_text() for text in shown[0].get_texts()] == [" _first", "$x^{$"]
+    draw_runs(folders, tmp_path / "runs.png")
+
+
 def test_the_picture_of_runs_is_a_file(tmp_path):
     from matplotlib.image import imread
     Run(tmp_path, Monitor()).train(5)

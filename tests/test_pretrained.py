@@ -1,5 +1,6 @@
 """Published families: the same logits, losses and gradients as `transformers` computed, and files that both sides read."""
 import json
+import os
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tinygrad_tf import nn
 from tinygrad_tf.models import Decoder, MiniGPT
 from tinygrad_tf.nn import functional as F
 from tinygrad_tf.ops.quantize import Scheme
-from tinygrad_tf.pretrained import Pretrained, PretrainedError, from_pretrained, save_pretrained
+from tinygrad_tf.pretrained import Pretrained, PretrainedError, WeightsError, from_pretrained, save_pretrained
 from tinygrad_tf.pretrained.bert import bert
 from tinygrad_tf.pretrained.families import FAMILIES
 from tinygrad_tf.pretrained.loading import Renamed, built
@@ -227,6 +228,10 @@ def configured(**values):
     return lambda config, weights: config.update(values)
 
 
+def converted(name, dtype, added=0):
+    return lambda config, weights: weights.update({name: weights[name].astype(dtype) + dtype(added)})
+
+
 WRONG = {
     "a tensor is missing": ("llama", dropped("model.norm.weight"), "missing: norm.weight"),
     "many are": ("gpt2", lambda config, weights: [weights.pop(name) for name in list(weights) if "h.1" in name], "and 2 more"),
@@ -250,6 +255,30 @@ WRONG = {
     "a table that no memory holds": ("gpt2", configured(n_positions=2**30, n_embd=2**30), "fits no gpt2|misshapen"),
     "more layers than there are": ("llama", configured(num_hidden_layers=3), "missing: layers.2"),
     "fewer": ("llama", configured(num_hidden_layers=1), "unexpected: layers.1"),
+    "scores that are not scaled": ("gpt2", configured(scale_attn_weights=False), "scale_attn_weights = False is not"),
+    "an encoder that is none": ("bert", configured(is_decoder=True), "is_decoder = True is not"),
+    "a head that is not tied": ("bert", configured(tie_word_embeddings=False), "tie_word_embeddings = False is not"),
+    "a part is turned": ("llama", configured(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5 is not"),
+    "and in the record": ("llama", configured(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "_factor = 0.5"),
+    "scores with a cap": ("qwen3", configured(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0 is not"),
+    "logits that are scaled": ("llama", configured(logits_scaling=8.0), "logits_scaling = 8.0 is not"),
+    "residuals that are scaled": ("llama", configured(residual_multiplier=0.2), "residual_multiplier = 0.2 is not"),
+    "rounded elsewhere": ("llama", configured(quantization_config={"bits": 4}), "quantization_config = .* is not"),
+    "layers that look less far": ("qwen2", configured(layer_types=["full_attention", "sliding_attention"]), "layer_types = .* is not"),
+    "layers that look farther": ("mistral", configured(layer_types=["full_attention", "full_attention"]), "layer_types = .* is not"),
+    "a record that is a text": ("llama", configured(rope_parameters="x"), "rope_parameters must be an object"),
+    "a base that is none": ("llama", configured(rope_parameters={"rope_theta": None}), "fits no llama"),
+    "a tie that is a text": ("llama", configured(tie_word_embeddings="false"), "tie_word_embeddings must be true or false"),
+    "an inner size below 0": ("gpt2", configured(n_inner=-1), "n_inner must be a positive int, got -1"),
+    "types below 0": ("bert", configured(type_vocab_size=-1), "type_vocab_size must be a positive int, got -1"),
+    "key heads below 0": ("llama", configured(num_key_value_heads=-2), "num_key_value_heads must be a positive int"),
+    "eps below 0": ("gpt2", configured(layer_norm_epsilon=-1.0), "layer_norm_epsilon must be a positive float"),
+    "eps that is a text": ("bert", configured(layer_norm_eps="1e-12"), "layer_norm_eps must be a positive float"),
+    "eps that is no number": ("bert", configured(layer_norm_eps=float("nan")), "layer_norm_eps must be a positive float"),
+    "whole numbers": ("llama", converted("model.norm.weight", np.int8), "norm.weight holds numbers of type int8"),
+    "truths": ("gpt2", converted("transformer.ln_f.bias", bool), "ln_f.bias holds numbers of type bool"),
+    "beyond float32": ("bert", converted("bert.embeddings.LayerNorm.bias", np.float64, 1e300), "LayerNorm.bias: .* beyond float32"),
+    "a name twice": ("llama", reshaped("norm.weight", (16,)), "two tensors for one place"),
     "another vocabulary": ("llama", configured(vocab_size=60), "misshapen: embed_tokens.weight"),
 }
 
@@ -277,6 +306,147 @@ def test_models_of_no_family_are_refused(tmp_path):
         with pytest.raises(ValueError, match="no published family"):
             save_pretrained(model, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def decoder(**options):
+    return Decoder(61, 32, **{**dict(dim=16, num_heads=4, hidden_dim=24, num_layers=2, num_kv_heads=2), **options})
+
+
+def mixture(**options):
+    return decoder(ffn=lambda: nn.MoE(16, 24, 3, 2, **options))
+
+
+def gpt2():
+    return MiniGPT(50, 16, 16, 4, 24, 2, norm_first=True)
+
+
+def turning(**options):
+    """A Decoder whose blocks turn q and k by a RoPE of their own."""
+    model = decoder()
+    for block in model.blocks:
+        block.attention.rope = nn.RotaryEmbedding(4, **options)
+    return model
+
+
+def changed(model, path, value):
+    place, _, attribute = path.rpartition(".")
+    setattr(model.get_submodule(place), attribute, value)
+    return model
+
+
+def normed(eps):
+    return lambda features: nn.RMSNorm(features, eps=eps)
+
+
+NO_FORMAT = {
+    "a window beside normed q and k": (lambda: decoder(window=3, qk_norm=normed(1e-6)), "attention.window is 3, and would be None"),
+    "a window beside biases": (lambda: decoder(window=3, qkv_bias=True), "attention.window is 3"),
+    "shared experts": (lambda: mixture(shared_experts=1), "ffn.shared.0"),
+    "another router": (lambda: mixture(router="softmax_topk"), "router.kind is 'softmax_topk', and would be 'topk_softmax'"),
+    "a noisy one": (lambda: mixture(router="noisy_topk"), "router.kind"),
+    "a bias of the router": (lambda: mixture(bias_rate=0.1), "bias_rate is 0.1"),
+    "other experts": (lambda: mixture(ffn="geglu"), "experts.activation.class is GELU, and would be SiLU"),
+    "experts without a gate": (lambda: mixture(ffn="silu"), "experts"),
+    "experts with biases": (lambda: mixture(bias=True), "gate_proj.bias"),
+    "capacity": (lambda: mixture(capacity_factor=1.5), "capacity_factor is 1.5"),
+    "every expert for every token": (lambda: decoder(ffn=lambda: nn.DenseMoE(16, 24)), "no published family"),
+    "experts and normed q": (lambda: decoder(ffn=lambda: nn.MoE(16, 24), qk_norm=normed(1e-6)), "q_norm"),
+    "experts and biases": (lambda: decoder(ffn=lambda: nn.MoE(16, 24), qkv_bias=True), "q_proj.bias"),
+    "experts in one block": (lambda: changed(mixture(), "blocks.1.ffn", nn.SwiGLU(16, 24)), "blocks.1.ffn.class"),
+    "q centred": (lambda: decoder(qk_norm=nn.LayerNorm), "q_norm.class is LayerNorm"),
+    "q with another eps": (lambda: decoder(qk_norm=normed(1e-3)), "q_norm.eps is 0.001, and would be 1e-06"),
+    "q normed with biases": (lambda: decoder(qk_norm=normed(1e-6), qkv_bias=True), "q_proj.bias"),
+    "a head with a bias": (lambda: changed(decoder(), "lm_head", nn.Linear(16, 61)), "lm_head.bias"),
+    "a head of its own": (lambda: changed(gpt2(), "lm_head.weight", nn.Parameter(torch.randn(50, 16))), "lm_head.weight is a tensor of"),
+    "a window in one block": (lambda: changed(decoder(), "blocks.1.attention.window", 4), "blocks.1.attention.window is 4"),
+    "two windows": (lambda: changed(decoder(window=3), "blocks.1.attention.window", 4), "blocks.1.attention.window is 4, and would be 3"),
+    "two activations": (lambda: changed(gpt2(), "blocks.1.ffn.net.1", nn.ReLU()), "blocks.1.ffn.net.1"),
+    "an activation without a name": (lambda: changed(gpt2(), "blocks.0.ffn.net.1", nn.Sigmoid()), "no published family"),
+    "two eps": (lambda: changed(decoder(), "blocks.1.norm2.eps", 1e-3), "blocks.1.norm2.eps"),
+    "ALiBi": (lambda: decoder(relative_bias=nn.ALiBi(4)), "relative_bias"),
+    "a function as a bias": (lambda: decoder(relative_bias=lambda q, k: 0), "relative_bias"),
+    "stretched RoPE": (lambda: turning(scaling={"type": "linear", "factor": 2.0}), "rope.scaling"),
+    "RoPE in part": (lambda: turning(rotary_dim=2), "rotary_dim is 2"),
+    "RoPE of two bases": (lambda: changed(decoder(), "blocks.1.attention.rope", nn.RotaryEmbedding(4, 9.0)), "rope.base is 9.0"),
+    "no RoPE": (lambda: changed(decoder(num_layers=1), "blocks.0.attention.rope", None), "no published family"),
+    "8 bits": (lambda: quantize_model(decoder(), Scheme(8, granularity="channel")), "QuantizedLinear, and would be Linear"),
+    "8 bits of BERT": (lambda: quantize_model(bert(50, 32, 16, 4, 24, 2), Scheme(8, granularity="channel")), "QuantizedLinear"),
+    "no gate": (lambda: decoder(ffn=lambda: nn.FeedForward(16, 24)), "no published family"),
+    "no layers": (lambda: decoder(num_layers=0), "no published family"),
+    "no layers of GPT-2": (lambda: MiniGPT(5, 4, 4, 2, 4, 0, norm_first=True), "no published family"),
+    "BERT with another activation": (lambda: changed(bert(50, 32, 16, 4, 24, 1), "blocks.0.ffn.net.1", nn.ReLU()), "class is ReLU"),
+    "another way through": (lambda: changed(decoder(), "forward", lambda ids: ids), "forward"),
+    "a configuration of another": (lambda: Pretrained(decoder(), {"rope_parameters": {"rope_theta": 5.0}}), "rope.base is 10000.0"),
+}
+
+
+@pytest.mark.parametrize("case", NO_FORMAT)
+def test_what_the_format_cannot_say_is_not_saved(tmp_path, case):
+    """Else what is read would be another model."""
+    make, said = NO_FORMAT[case]
+    with pytest.raises(ValueError, match=said) as caught:
+        save_pretrained(make(), tmp_path / "x")
+    assert not (tmp_path / "x").exists() and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [lambda: mixture(router="softmax_topk_renormalized"),
+                                  lambda: decoder(ffn=lambda: nn.SwiGLU(16, 24), dropout=0.1),
+                                  lambda: turning(max_seq_len=7, layout="half_split")])
+def test_what_comes_to_the_same_is_saved(tmp_path, make):
+    model = make().eval()
+    save_pretrained(model, tmp_path)
+    np.testing.assert_allclose(logits_of(from_pretrained(tmp_path).model), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_of_an_earlier_model_stays_beside_a_new_one(tmp_path):
+    from tinygrad_tf.data import CharTokenizer
+    save_pretrained(Pretrained(decoder(), {}, CharTokenizer.from_text("ab"), "{{ messages }}", longest_text=9), tmp_path)
+    known = from_pretrained(tmp_path)
+    assert known.tokenizer is not None and known.chat_template == "{{ messages }}" and known.longest_text == 9
+    save_pretrained(decoder(), tmp_path)
+    known = from_pretrained(tmp_path)
+    assert (known.tokenizer, known.chat_template, known.longest_text) == (None, None, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+SMALL = "config.json", "tokenizer_config.json", "chat_template.jinja", "sentence_bert_config.json"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and devices with names")
+@pytest.mark.parametrize("name", SMALL)
+def test_small_files_are_files_and_small(published, name):
+    folder = published("bert")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(PretrainedError, match=f"{name} is no file, but a folder, a pipe or a device"):
+        from_pretrained(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(PretrainedError, match=f"{name} is no file"):
+        from_pretrained(folder)
+    (folder / name).unlink()
+    with open(folder / name, "wb") as file:
+        file.truncate(1 << 34)                          # a hole: no byte of it is on the disk
+    with pytest.raises(PretrainedError, match=f"{name} has more than 16 MiB"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_files_that_cannot_be_read_are_named(published, name):
+    folder = published("bert")
+    for damaged in (b"\xff",) if name.endswith("jinja") else (b"\xff", b"{", b"[1]", b"9" * 5000, b"[" * 100_000):
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(PretrainedError, match=name):
+            from_pretrained(folder)
+
+
+def test_errors_are_one_family(tmp_path):
+    """Whoever catches PretrainedError catches what is wrong with a file of weights, too."""
+    assert issubclass(WeightsError, PretrainedError) and issubclass(PretrainedError, ValueError)
+    write(tmp_path, {}, {"a": np.zeros(3, np.float32)})
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(PretrainedError, match="model.safetensors is"):
+        from_pretrained(tmp_path)
 
 
 def test_a_prefix_may_be_there_or_not(published):

@@ -18,7 +18,7 @@ def draw_patterns(captured, path, tokens=None, key_tokens=None, row=0, names=PAT
     axes = figure.subplots(lines, min(columns, len(maps)), squeeze=False).ravel()
     for place, (title, A) in zip(axes, maps):
         place.imshow(A, cmap="Blues", vmin=0, vmax=1)
-        place.set_title(title, fontsize=7)
+        place.set_title(title, fontsize=7, parse_math=False)
         _tick(place, A.shape, tokens, key_tokens if key_tokens is not None else tokens)
     for place in axes[len(maps):]:
         place.set_axis_off()

@@ -4,39 +4,49 @@
     for piece in chat.say("What is the capital of France?"):
         print(piece, end="", flush=True)
 """
-import datetime
+import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 from ..generation import Batch, Sampler
 from ..models import Encoder
+from ..serialization import one_line
 from .config import PretrainedError
+
+LIMITS = {"seconds": 5, "memory": 1 << 30, "characters": 1 << 22}       # of the processor's time, of all memory, of what is written
+PATIENCE = 60                   # seconds of the clock, where the processor's cannot be limited, or is busy with others
 
 
 def render(template, messages, **names):
     """The text that a template makes of messages [{"role": "user", "content": "…"}, …] and asks for an answer to.
 
-    The template comes with the weights and is somebody's program: it runs in Jinja's sandbox, where it reads what it is given and
-    reaches nothing else. Raises PretrainedError. names: what templates use besides, such as bos_token.
+    The template comes with the weights and is somebody's program: it runs in Jinja's sandbox, where it reads what it is given and reaches
+    nothing else, and in a process of its own (`template.py`) under LIMITS. Raises PretrainedError. names: what templates use besides,
+    such as bos_token.
     """
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise PretrainedError("chat templates need a package that is not installed: pip install jinja2") from None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
-    environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
-    try:
-        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **names)
-    except PretrainedError:
-        raise
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as error:
-        raise PretrainedError(f"the chat template of the model cannot be used: {' '.join(str(error).split())}") from None
+    if importlib.util.find_spec("jinja2") is None:
+        raise PretrainedError("chat templates need a package that is not installed: pip install jinja2")
+    request = {"path": sys.path, "template": template, "names": {"messages": messages, "add_generation_prompt": True, **names}, **LIMITS}
+    answer = _rendered(json.dumps(request))
+    if "text" in answer:
+        return answer["text"]
+    if "refused" in answer:
+        raise PretrainedError(f"the chat template refuses these messages: {one_line(answer['refused'])}")
+    raise PretrainedError(f"the chat template of the model cannot be used: {one_line(answer['error'])}")
 
 
-def _refuse(message):
-    """What templates call for messages that they have no form for."""
-    raise PretrainedError(f"the chat template refuses these messages: {message}")
+def _rendered(request):
+    """The answer of `template.py`, which the system ends where it takes too much."""
+    try:
+        done = subprocess.run([sys.executable, "-I", "-S", str(Path(__file__).with_name("template.py"))], input=request, text=True,
+                              encoding="ascii", capture_output=True, timeout=PATIENCE)
+        return json.loads(done.stdout)
+    except OSError as error:
+        return {"error": f"no process can be started for it ({error.strerror})"}
+    except (subprocess.TimeoutExpired, ValueError):
+        return {"error": f"it takes more than {LIMITS['seconds']} s or {LIMITS['memory'] >> 20} MiB"}
 
 
 class Chat:
@@ -61,7 +71,7 @@ class Chat:
         self.speed = self.finish_reason = None
 
     def prompt_ids(self):
-        """The ids of all messages, as the template writes them., special tokens among them."""
+        """The ids of all messages, as the template writes them, special tokens among them."""
         tokenizer = self.known.tokenizer
         names = {f"{role}_token": special_name(tokenizer, getattr(tokenizer, f"{role}_id")) for role in ("bos", "eos", "pad", "unk")}
         return tokenizer.encode(render(self.known.chat_template, self.messages, **names), allowed_special="all")
@@ -79,7 +89,9 @@ class Chat:
             self._remember("".join(answer))
 
     def _check(self, text):
-        """A special token in a question would end it for the model, and begin what nobody said."""
+        """A special token in a question would end it for the model, and begin what nobody said; half a character is no text."""
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise PretrainedError("the text is no valid UTF-8: check how it is encoded, and say it again")
         for name in self.known.tokenizer.special_tokens:
             if name in text:
                 raise PretrainedError(f"the text holds {name!r}, which for this model is no text but a sign between messages: leave it out")

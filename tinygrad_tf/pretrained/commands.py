@@ -52,7 +52,11 @@ def chat(arguments):
     conversation = start(arguments)
     tune_allocator()
     if arguments.prompt is not None:
-        return answer(conversation, arguments.prompt)
+        if not answer(conversation, arguments.prompt):
+            raise KeyboardInterrupt
+        return
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")     # a bad byte costs its own line, and not those around it
     print("Ctrl-C stops an answer; an empty line, or Ctrl-D, ends.", file=sys.stderr)
     while line := read_line():
         try:
@@ -91,17 +95,20 @@ def read_line():
 
 
 def answer(conversation, text):
-    """Prints the answer as it is written, and how fast. Ctrl-C ends it, and what was written stays a part of the conversation."""
-    pieces = conversation.say(text)
+    """Prints the answer as it is written, and how fast -> whether it was finished.
+
+    Ctrl-C ends it, and what was written stays a part of the conversation.
+    """
+    pieces, ended = conversation.say(text), None
     try:
         for piece in pieces:
             print(piece, end="", flush=True)
         ended = f"{conversation.speed}, ended by {conversation.finish_reason}"
     except KeyboardInterrupt:
         pieces.close()
-        ended = "stopped"
     print(flush=True)
-    print(f"[{ended}]", file=sys.stderr)
+    print(f"[{ended or 'stopped'}]", file=sys.stderr)
+    return ended is not None
 
 
 # --- embed ------------------------------------------------------------------------------------------------------------------------

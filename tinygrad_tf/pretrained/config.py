@@ -6,28 +6,57 @@ from ..nn import GELU, ReLU, SiLU
 from ..serialization import one_line
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
+MAX_TEXT = 1 << 24              # bytes
 
 
 class PretrainedError(ValueError):
-    """Published weights that are missing, damaged, of a kind that is not known, or do not fit; the message is one sentence."""
+    """Published weights that are missing, damaged, of a kind that is not known, or do not fit; the message is one sentence.
+
+    WeightsError, of a file of weights, is one too.
+    """
+
+
+def read_text(path):
+    """The text of a small file beside weights. FileNotFoundError; PretrainedError where it is a pipe or a device, huge, or no UTF-8."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():            # a pipe would be waited for, a device might have no end
+            raise PretrainedError(f"{path} is no file, but a folder, a pipe or a device")
+        if path.stat().st_size > MAX_TEXT:
+            raise PretrainedError(f"{path} has more than {MAX_TEXT >> 20} MiB, and is not read")
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise PretrainedError(f"{path} cannot be read: {getattr(error, 'strerror', None) or one_line(error)}") from None
+
+
+def read_json(path):
+    """The dict in such a file. The same errors."""
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PretrainedError(f"{path} cannot be read: {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise PretrainedError(f"{path} must hold a JSON object")
+    return content
 
 
 def read_config(path):
     """The dict in a config.json. Raises PretrainedError."""
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError:
         raise PretrainedError(f"there is no {path}: a published model is a folder with a config.json and its weights, or a GGUF") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise PretrainedError(f"{path} cannot be read: {getattr(error, 'strerror', None) or one_line(error)}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config.get("model_type"), str):
         raise PretrainedError(f"{path} is no configuration of a model: it does not say its model_type")
     return config
 
 
-def require(config, name, kind):
-    """A size that a configuration must have: positive, and of that type."""
-    value = config.get(name)
+def require(config, name, kind, default=None):
+    """A size that a configuration must have, unless there is a default: positive, and of that type."""
+    value = default if config.get(name) is None else config[name]
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind) or not 0 < value < 2**31:
         raise PretrainedError(f"the configuration's {name} must be a positive {kind.__name__}, got {value!r:.60}")
     return value
@@ -35,6 +64,14 @@ def require(config, name, kind):
 
 def sizes(config, *names):
     return [require(config, name, int) for name in names]
+
+
+def flag(config, name, default):
+    """A setting that is true or false."""
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, bool):
+        raise PretrainedError(f"the configuration's {name} must be true or false, got {value!r:.60}")
+    return value
 
 
 def require_equal(config, owner, **expected):

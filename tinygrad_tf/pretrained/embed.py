@@ -1,9 +1,9 @@
 """Sentences as vectors: the mean state of their tokens, of length 1; two that mean the same point the same way. (Reimers, Gurevych 2019)"""
-import json
 from pathlib import Path
 
 import numpy as np
 
+from ..arguments import whole_number
 from ..creation import as_tensor
 from ..data.collate import padded
 from ..generation import inference
@@ -11,8 +11,10 @@ from ..models import Encoder
 from ..models.common import device_of_model
 from ..nn import functional as F
 from .config import PretrainedError
+from .tokenizers import require_mean
 
-LONGEST = 512
+LONGEST = 512                   # tokens of a sentence, where nothing else is said
+LARGEST, READABLE = 20, 40      # inches of a picture, and rows that can still be told by their labels
 
 
 def embed(known, sentences, batch_size=32):
@@ -26,6 +28,9 @@ def embed(known, sentences, batch_size=32):
     if not isinstance(known.model, Encoder) or known.tokenizer is None:
         raise PretrainedError(f"embed: sentences are read by an encoder with a tokenizer, such as from_pretrained('minilm'), not by "
                               f"{type(known.model).__name__}")
+    batch_size = whole_number("embed", "batch_size", batch_size, least=1)
+    if known.path is not None:
+        require_mean(known.path)
     rows = [framed(known, text) for text in sentences]
     vectors = np.zeros((len(rows), known.model.dim), np.float32)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -39,16 +44,8 @@ def embed(known, sentences, batch_size=32):
 def framed(known, text):
     """[CLS] … [SEP], as the model was trained."""
     tokenizer = known.tokenizer
-    longest = min(longest_text(known.path), known.model.max_seq_len)
-    return [tokenizer.bos_id, *tokenizer.encode(text)[:longest - 2].tolist(), tokenizer.eos_id]
-
-
-def longest_text(path):
-    """How many tokens sentences had when the model learned to embed them, as the file beside the weights says."""
-    try:
-        return int(json.loads(Path(path, "sentence_bert_config.json").read_text(encoding="utf-8"))["max_seq_length"])
-    except (TypeError, OSError, ValueError, KeyError):
-        return LONGEST
+    longest = min(known.longest_text or LONGEST, known.model.max_seq_len)
+    return [tokenizer.bos_id, *tokenizer.encode(text)[:max(longest - 2, 0)].tolist(), tokenizer.eos_id]
 
 
 def mean_states(model, rows):
@@ -76,17 +73,18 @@ def table(sentences, vectors, width=40):
 
 
 def draw(sentences, vectors, path):
-    """The same as a picture: the darker, the more alike."""
+    """The same as a picture: the darker, the more alike. However many there are, it fits on a screen; texts stand there while they fit."""
     from ..training.metrics import new_figure, write_png
     N = len(sentences)
-    labels = [text if len(text) <= 40 else text[:39] + "…" for text in (" ".join(s.split()) for s in sentences)]
-    figure = new_figure(4.5 + 0.45 * N, 1.6 + 0.4 * N)
+    figure = new_figure(min(4.5 + 0.45 * N, LARGEST), min(1.6 + 0.4 * N, LARGEST))
     axes = figure.subplots()
     scores = similarities(vectors)
     image = axes.imshow(scores, cmap="Blues", vmin=0, vmax=1)
-    axes.set_yticks(range(N), labels, fontsize=8)
-    axes.set_xticks(range(N), [str(i + 1) for i in range(N)], fontsize=8)
-    if N <= 20:
+    if N <= READABLE:
+        labels = [text if len(text) <= 40 else text[:39] + "…" for text in (" ".join(s.split()) for s in sentences)]
+        axes.set_yticks(range(N), labels, fontsize=8, parse_math=False)         # a $ is a $
+        axes.set_xticks(range(N), [str(i + 1) for i in range(N)], fontsize=8)
+    if N <= READABLE // 2:
         for i, row in enumerate(scores):
             for j, s in enumerate(row):
                 axes.text(j, i, f"{s:.2f}", ha="center", va="center", fontsize=7, color="white" if s > 0.6 else "black")

@@ -11,7 +11,7 @@ from .. import nn
 from ..models import Decoder, Encoder, MiniGPT
 from ..nn.moe import MoE
 from .bert import BertEmbedding, MaskedLM, bert
-from .config import activation_of, name_of_activation, require, require_equal, sizes
+from .config import PretrainedError, activation_of, flag, name_of_activation, require, require_equal, sizes
 from .rules import same, stacked, thirds, transposed, turned
 
 
@@ -28,10 +28,12 @@ class Family:
 # --- GPT-2 --------------------------------------------------------------------------------------------------------------------
 
 def build_gpt2(c):
-    require_equal(c, "gpt2", add_cross_attention=False, scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)
+    require_equal(c, "gpt2", add_cross_attention=False, scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True,
+                  tie_word_embeddings=True, quantization_config=None)
     V_vocab, T, C, H, L = sizes(c, "vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
-    return MiniGPT(V_vocab, T, C, H, c.get("n_inner") or 4 * C, L, dropout=0.0, norm_first=True,
-                   activation=activation_of(c, "activation_function", "gelu_new"), norm_eps=c.get("layer_norm_epsilon", 1e-5))
+    Cff = 4 * C if c.get("n_inner") is None else require(c, "n_inner", int)
+    return MiniGPT(V_vocab, T, C, H, Cff, L, dropout=0.0, norm_first=True,
+                   activation=activation_of(c, "activation_function", "gelu_new"), norm_eps=require(c, "layer_norm_epsilon", float, 1e-5))
 
 
 def config_of_gpt2(model):
@@ -64,10 +66,12 @@ def rules_of_gpt2(model, config):
 def build_llama(c):
     """The `Decoder`, with what each relative has besides."""
     kind, eps = c["model_type"], require(c, "rms_norm_eps", float)
-    require_equal(c, kind, hidden_act="silu", mlp_bias=False, rope_scaling=None, attention_bias=False, use_sliding_window=False)
+    require_equal(c, kind, hidden_act="silu", mlp_bias=False, rope_scaling=None, attention_bias=False, use_sliding_window=False,
+                  **PLAIN)
     V_vocab, T, C, H, Cff, L = sizes(c, "vocab_size", "max_position_embeddings", "hidden_size", "num_attention_heads", "intermediate_size",
                                      "num_hidden_layers")
     options = {"window": c.get("sliding_window")} if kind in ("mistral", "mixtral") else {}
+    require_layers_alike(c, "full_attention" if options.get("window") is None else "sliding_attention")
     if kind == "qwen2":
         options["qkv_bias"] = True
     if kind == "qwen3":
@@ -75,14 +79,30 @@ def build_llama(c):
     if kind == "mixtral":
         experts = sizes(c, "num_local_experts", "num_experts_per_tok")
         options["ffn"] = lambda: MoE(C, Cff, *experts)
-    return Decoder(V_vocab, T, C, H, Cff, L, 0.0, c.get("num_key_value_heads") or H, rope_base(c), norm_eps=eps, head_dim=c.get("head_dim"),
-                   rope_layout=c.get("rope_layout", "half_split"), tie_weights=c.get("tie_word_embeddings", False), **options)
+    return Decoder(V_vocab, T, C, H, Cff, L, 0.0, require(c, "num_key_value_heads", int, H), rope_base(c), norm_eps=eps,
+                   head_dim=c.get("head_dim"), rope_layout=c.get("rope_layout", "half_split"),
+                   tie_weights=flag(c, "tie_word_embeddings", False), **options)
+
+
+# What relatives of Llama scale, cap or leave unturned, some under a model_type of Llama: the library's Decoder does none of it.
+PLAIN = {"partial_rotary_factor": 1.0, "attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": None,
+         "attention_multiplier": None, "clip_qkv": None, "logit_scale": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+         "embedding_multiplier": 1.0, "quantization_config": None}
+
+
+def require_layers_alike(c, kind):
+    """Newer configurations say for each layer how far it looks."""
+    found = c.get("layer_types") or []
+    if not isinstance(found, list) or any(layer != kind for layer in found):
+        raise PretrainedError(f"{c['model_type']} with layer_types = {found!r:.60} is not supported, only {kind!r} in each")
 
 
 def rope_base(c):
     """Where a configuration says it: files of transformers 5 have a record of all that RoPE needs."""
     record = c.get("rope_parameters") or {}
-    require_equal(record, "rope_parameters", rope_type="default")
+    if not isinstance(record, dict):
+        raise PretrainedError(f"the configuration's rope_parameters must be an object, got {record!r:.60}")
+    require_equal(record, "rope_parameters", rope_type="default", partial_rotary_factor=1.0)
     return float(record.get("rope_theta", c.get("rope_theta", 10000.0)))
 
 
@@ -141,12 +161,14 @@ def rules_of_experts(theirs, ours, ffn):
 
 def build_bert(c):
     """The encoder, or with the head for hidden words where the configuration names it."""
-    require_equal(c, "bert", hidden_act="gelu", position_embedding_type="absolute")
-    eps = c.get("layer_norm_eps", 1e-12)
+    masked = "BertForMaskedLM" in (c.get("architectures") or ())
+    require_equal(c, "bert", hidden_act="gelu", position_embedding_type="absolute", is_decoder=False, add_cross_attention=False,
+                  quantization_config=None, **({"tie_word_embeddings": True} if masked else {}))
+    eps = require(c, "layer_norm_eps", float, 1e-12)
     V_vocab, T, C, H, Cff, L = sizes(c, "vocab_size", "max_position_embeddings", "hidden_size", "num_attention_heads", "intermediate_size",
                                      "num_hidden_layers")
-    encoder = bert(V_vocab, T, C, H, Cff, L, 0.0, c.get("type_vocab_size", 2), eps)
-    return MaskedLM(encoder, V_vocab, eps) if "BertForMaskedLM" in (c.get("architectures") or ()) else encoder
+    encoder = bert(V_vocab, T, C, H, Cff, L, 0.0, require(c, "type_vocab_size", int, 2), eps)
+    return MaskedLM(encoder, V_vocab, eps) if masked else encoder
 
 
 def config_of_bert(model):
@@ -195,7 +217,8 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
 
 def family_of(model):
     """The family whose files a model's weights can stand in. ValueError for a model that is none of them."""
-    if isinstance(model, MiniGPT) and model.blocks[0].norm_first and isinstance(model.blocks[0].ffn, nn.FeedForward):
+    first = next(iter(getattr(model, "blocks", ())), None)
+    if isinstance(model, MiniGPT) and getattr(first, "norm_first", False) and isinstance(first.ffn, nn.FeedForward):
         return FAMILIES["gpt2"]
     if isinstance(model, Decoder):
         return LLAMA

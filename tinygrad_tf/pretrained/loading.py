@@ -8,7 +8,8 @@ import numpy as np
 
 from ..autograd import constant, no_grad
 from ..backend import CPU, to_device
-from ..nn import Module, init
+from ..dtypes import float32
+from ..nn import Module, RotaryEmbedding, init
 from ..quantization.model import linears, quantize_model
 from ..quantization.modules import replaced
 from ..serialization import one_line, write_atomically
@@ -16,7 +17,8 @@ from .config import PretrainedError, read_config
 from .families import FAMILIES, family_of
 from .gguf_names import config_of_gguf, is_gguf, published_name
 from .packages import located
-from .tokenizers import chat_template_in, save_tokenizer, tokenizer_in
+from .structure import difference
+from .tokenizers import chat_template_in, longest_text_in, save_companions, tokenizer_in
 from .weights import open_weights
 
 NAMED = 10                      # tensors that an error tells; more are counted
@@ -24,12 +26,16 @@ NAMED = 10                      # tensors that an error tells; more are counted
 
 @dataclass
 class Pretrained:
-    """A model in eval mode, and what came with it: its tokenizer and template of a chat, or None; its configuration."""
+    """A model in eval mode, and what came with it: its configuration; its tokenizer and template of a chat, or None.
+
+    longest_text: the tokens that `embed` reads of a text, where the files of an encoder say it.
+    """
     model: Module
     config: dict
     tokenizer: object = None
     chat_template: str = None
     path: Path = field(default=None, repr=False)
+    longest_text: int = None
 
     @property
     def family(self):
@@ -53,18 +59,21 @@ def from_pretrained(source, *, device=None, quantize=None):
             model = built(family, config)
         model = fill(model, family, config, Renamed(weights, published_name if gguf else str, family.prefix), quantize)
         tokenizer, template = tokenizer_in(path, weights), chat_template_in(path, weights)
-    return Pretrained(model.to(device).eval() if device is not None else model.eval(), config, tokenizer, template, path)
+    model = model.to(device).eval() if device is not None else model.eval()
+    return Pretrained(model, config, tokenizer, template, path, longest_text_in(path))
 
 
 def save_pretrained(pretrained, folder):
     """Writes config.json and model.safetensors, as `transformers` reads them; and the tokenizer, where there is one.
 
     pretrained: a `Pretrained`, or a bare model of a known family: a MiniGPT as GPT-2, a Decoder as Llama or a relative of it, and BERT.
+    Raises ValueError, and writes nothing, where those have no setting for something in the model, which would be another one when it is
+    read. A tokenizer, a chat template and a limit of texts that an earlier model left in the folder in the library's form are removed.
     """
     from safetensors.numpy import save
     known = pretrained if isinstance(pretrained, Pretrained) else Pretrained(pretrained, {})
     model, family, folder = known.model, family_of(known.model), Path(folder)
-    config = {**{k: v for k, v in known.config.items() if k != "rope_layout"}, **family.config_of(model)}
+    config = published_config(known, family)
     ours = {name: to_device(tensor.array, CPU) for name, tensor in model.state_dict().items()}
     tensors = {}
     for rule in family.rules(model, {}):
@@ -73,11 +82,25 @@ def save_pretrained(pretrained, folder):
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "model.safetensors", save({saved_name(family, k): v for k, v in tensors.items()}, metadata={"format": "pt"}))
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    if known.tokenizer is not None:
-        save_tokenizer(known.tokenizer, folder, known.chat_template)
+    save_companions(folder, known.tokenizer, known.chat_template, known.longest_text)
 
 
 # --- steps of it ----------------------------------------------------------------------------------------------------------------
+
+def published_config(known, family):
+    """The configuration of a model, when the model that it describes is this one. Raises ValueError."""
+    try:
+        found = family.config_of(known.model)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"save_pretrained: {type(known.model).__name__} has parts that no published family has ({one_line(error)}); "
+                         f"quantised layers are not saved either") from None
+    config = {**{k: v for k, v in known.config.items() if k != "rope_layout"}, **found}
+    with init.skipped():
+        again = built(family, {**config, "rope_layout": layout_of(known.model)})
+    if said := difference(known.model, again):
+        raise ValueError(f"save_pretrained: {found['model_type']}'s files cannot say what this model is: {said}")
+    return config
+
 
 def folder_of(path):
     return path if path.is_dir() else path.parent
@@ -102,19 +125,30 @@ def built(family, config):
         return family.build(config)
     except PretrainedError:
         raise
-    except (ValueError, TypeError, KeyError, MemoryError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, MemoryError) as error:
         raise PretrainedError(f"the configuration fits no {config['model_type']}: {one_line(error)}") from None
+
+
+def layout_of(model):
+    """Which features RoPE turns together; of no matter for a file, whose rows are put in order, nor for a model without."""
+    return next((module.layout for module in model.modules() if isinstance(module, RotaryEmbedding)), "half_split")
 
 
 class Renamed(Mapping):
     """Weights under the names that the rules use: those of another format translated, without the prefix of a whole model."""
 
     def __init__(self, weights, translate, prefix):
-        self.weights = weights
-        self.names = {translate(name).removeprefix(prefix): name for name in weights}
+        self.weights, self.names = weights, {}
+        for name in weights:
+            first = self.names.setdefault(translate(name).removeprefix(prefix), name)
+            if first != name:
+                raise PretrainedError(f"{name} and {first} are two tensors for one place")
 
     def __getitem__(self, name):
-        return self.weights[self.names[name]]
+        array = self.weights[self.names[name]]
+        if array.dtype.kind != "f":             # whole numbers that stand for fractions, by a scale that lies elsewhere
+            raise PretrainedError(f"{name} holds numbers of type {array.dtype}, and weights must be floating point")
+        return array
 
     def shape(self, name):
         return tuple(self.weights.shape(self.names[name]))
@@ -140,7 +174,7 @@ def fill(model, family, config, weights, quantize=None):
         for name, array in zip(rule.ours, loaded(rule, weights, misshapen)):
             place = places[name]
             if array.shape == tuple(place.shape):
-                put(place, array)
+                put(place, array, rule)
                 layer, _, part = name.rpartition(".")
                 if layer in unread and not unread[layer] - {part}:
                     round_layer(model, layer, places, quantize)
@@ -168,7 +202,9 @@ def loaded(rule, weights, misshapen):
         return ()
 
 
-def put(place, array):
+def put(place, array, rule):
+    if array.dtype == np.float64 and place.dtype is float32 and (np.abs(array) > np.finfo(np.float32).max).any():
+        raise PretrainedError(f"{', '.join(rule.theirs)}: numbers of float64 that are beyond float32")
     with no_grad():
         place.copy_(constant(np.ascontiguousarray(array)))
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from .config import PretrainedError
 
-class WeightsError(ValueError):
+
+class WeightsError(PretrainedError):
     """A file that holds no weights, or weights that are not read here; its message is one sentence."""
 
 
