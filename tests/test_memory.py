@@ -70,9 +70,14 @@ def test_evaluating_saving_resuming_and_generating_leave_nothing_behind(memory, 
     actions = {"evaluate": trainer.evaluate, "save": trainer.save, "resume": lambda: Trainer.resume(trainer.folder),
                "generate": lambda: generate(trainer.model, prompt, 12), "an abandoned graph": lambda: trainer.model(prompt, prompt)}
     for name, action in actions.items():
-        (_, tensors, _, traced, _), (_, tensors_after, garbage, traced_after, _) = memory.measure(Repeated(action), 16, 8)
-        assert (tensors_after, garbage) == (tensors, 0), name
-        assert abs(traced_after - traced) < SLACK, name
+        growth = []
+        for _ in range(3):                      # a leak comes back every time; what another thread, or the interpreter, takes once does not
+            (_, tensors, _, traced, _), (_, tensors_after, garbage, traced_after, _) = memory.measure(Repeated(action), 16, 8)
+            assert (tensors_after, garbage) == (tensors, 0), name
+            growth.append(abs(traced_after - traced))
+            if growth[-1] < SLACK:
+                break
+        assert min(growth) < SLACK, (name, growth)
 
 
 def test_the_resident_size_is_that_of_a_process(memory):
