@@ -55,6 +55,7 @@ def in_a_child(work):
     """Runs work() in a process of its own, which ends without a trace of pytest. Returns its id."""
     pid = os.fork()
     if pid == 0:
+        signal.alarm(60)                                # whatever a fork beside other threads may come to, it ends
         try:
             work()
         finally:
