@@ -163,8 +163,8 @@ class Renamed(Mapping):
 def fill(model, family, config, weights, quantize=None):
     """The model with every tensor in its place, when all of them are there and none is left."""
     rules = list(family.rules(model, config))
-    theirs = [name for rule in rules for name in rule.theirs]
-    left = [name for name in weights if name not in set(theirs) and not name.endswith(family.ignored)]
+    theirs = dict.fromkeys(name for rule in rules for name in rule.theirs)
+    left = [name for name in weights if name not in theirs and not name.endswith(family.ignored)]
     if tied(model) and "lm_head.weight" in left:        # a second copy of the embedding
         left.remove("lm_head.weight")
     complain(missing=[name for name in theirs if name not in weights], unexpected=left)
@@ -176,9 +176,10 @@ def fill(model, family, config, weights, quantize=None):
             if array.shape == tuple(place.shape):
                 put(place, array, rule)
                 layer, _, part = name.rpartition(".")
-                if layer in unread and not unread[layer] - {part}:
-                    round_layer(model, layer, places, quantize)
-                unread.get(layer, set()).discard(part)
+                if layer in unread:
+                    unread[layer].discard(part)
+                    if not unread[layer]:
+                        round_layer(model, layer, places, quantize)
             else:
                 misshapen.append(f"{', '.join(rule.theirs)} (becomes {list(array.shape)}, where {name} has {list(place.shape)})")
     complain(misshapen=misshapen)
@@ -195,8 +196,9 @@ def round_layer(model, name, places, scheme):
 
 def loaded(rule, weights, misshapen):
     """The arrays of a rule; none where it cannot make them of these shapes."""
+    arrays = [weights[name] for name in rule.theirs]    # what cannot be read says so itself
     try:
-        return rule.load(*(weights[name] for name in rule.theirs))
+        return rule.load(*arrays)
     except ValueError:
         misshapen.append(f"{', '.join(rule.theirs)} ({', '.join(str(list(weights.shape(name))) for name in rule.theirs)})")
         return ()

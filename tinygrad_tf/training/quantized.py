@@ -1,13 +1,10 @@
 """A trained run with weights of a few bits: the variants worth a look, and one of them as a file that is read back."""
 import dataclasses
 import time
-from pathlib import Path
 
 import numpy as np
 
 from ..autograd import constant
-from ..backend import device as make_device
-from ..backend import get_default_device, module_of
 from ..creation import zeros
 from ..data import BatchSampler, Tokenizer
 from ..generation import stream
@@ -19,7 +16,7 @@ from ..quantization.modules import replaced
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .parts import build_model
-from .state import TIED, fitting, load_model, stored_weights
+from .state import TIED, checked_device, fitting, model_of, read_run, stored_weights
 from .validation import check_sizes
 
 KIND = "quantized weights"
@@ -65,9 +62,12 @@ def save_quantized(path, model, state):
 
 def load_quantized(path, device=None):
     """(model in eval mode, tokenizer, state) of a file of `save_quantized`, as `load_model` returns them. CheckpointError."""
-    device = make_device(get_default_device() if device is None else device)
-    module_of(device)
-    tensors, state = load_checkpoint(path)
+    device = checked_device(device)
+    return quantized_of(path, *load_checkpoint(path), device)
+
+
+def quantized_of(path, tensors, state, device):
+    """What `load_quantized` returns, of the content of a file."""
     if state.get("kind") != KIND:
         raise CheckpointError(f"{path} holds no quantised weights; for a run, name its folder")
     with fitting(path):
@@ -80,8 +80,9 @@ def load_quantized(path, device=None):
 
 def load_any(run, device=None):
     """(model, tokenizer, state) of a run's folder, of one of its checkpoints, or of a file of `save_quantized`."""
-    quantized = Path(run).is_file() and load_checkpoint(run)[1].get("kind") == KIND
-    return load_quantized(run, device) if quantized else load_model(run, device)
+    device = checked_device(device)
+    tensors, state = read_run(run)
+    return (quantized_of if state.get("kind") == KIND else model_of)(run, tensors, state, device)
 
 
 def with_quantized_layers(model, layers):

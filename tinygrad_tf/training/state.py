@@ -79,9 +79,19 @@ def load_model(run, device=None):
     state holds "config", "sources", "step". The checkpoint may have been written on any device; the model comes to `device`, by default
     the default one.
     """
+    device = checked_device(device)
+    return model_of(run, *read_run(run), device)
+
+
+def checked_device(device):
+    """The device of that name, or the default one. RuntimeError, before anything is read, where it is not there."""
     device = make_device(get_default_device() if device is None else device)
     module_of(device)
-    tensors, state = read_run(run)
+    return device
+
+
+def model_of(run, tensors, state, device):
+    """What `load_model` returns, of the content of a checkpoint."""
     with fitting(run):
         state = upgraded(state)
         config, tokenizer = check_record(tensors, state)

@@ -10,8 +10,6 @@ import numpy as np
 from .. import dtypes, random
 from ..amp import GradScaler, autocast
 from ..arguments import described
-from ..backend import device as make_device
-from ..backend import get_default_device, module_of
 from ..creation import as_tensor
 from ..data import LMBatch, baselines, load_text, require_length, split_train_validation
 from ..nn.moe import routings, update_biases
@@ -34,7 +32,7 @@ from .evaluation import evaluate, predicted_bytes
 from .folder import locked, remove_leftovers
 from .metrics import Metrics, fields_of, norms_by_module
 from .parts import absolute, build_model, encode_split, make_optimizer, make_sampler, make_tokenizer, with_absolute_paths
-from .state import check_record, fitting, join_tensors, load_weights, split_tensors, stored_weights, upgraded, versions
+from .state import check_record, checked_device, fitting, join_tensors, load_weights, split_tensors, stored_weights, upgraded, versions
 from .validation import as_json, check_equal, check_metrics, check_moments, check_scaler
 
 FINAL_LR = 0.1                  # the schedule ends at this share of the peak
@@ -55,8 +53,7 @@ class Trainer:
 
         callbacks: of `training.Callback`, what looks on.
         """
-        self.device = make_device(get_default_device() if device is None else device)
-        module_of(self.device)                          # a GPU that is not there is told before the work
+        self.device = checked_device(device)            # a GPU that is not there is told before the work
         self.config, self.sources, self.folder = with_absolute_paths(config), absolute(sources), Path(folder)
         text = load_text(sources)
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
