@@ -51,6 +51,13 @@ def test_every_row_is_there(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"compare.json", "table.txt", "steps.png", "lengths.png", "operations.png"}
 
 
+def test_several_threads_are_used_in_two_ways(tmp_path):
+    found, _ = compared(tmp_path, "--libraries", "tinygrad_tf", "--only", "w1a,w2a", "--threads", "1", "2")
+    assert {(row["workload"], row["threads"], row["library"]) for row in found["rows"]} == {
+        ("W1 (a)", 1, "tinygrad_tf"), ("W1 (a)", 2, "tinygrad_tf, 2 BLAS threads"), ("W1 (a)", 2, "tinygrad_tf, 2 shards"),
+        ("W2 (a)", 1, "tinygrad_tf"), ("W2 (a)", 2, "tinygrad_tf")}
+
+
 @pytest.mark.torch
 def test_beside_pytorch(tmp_path):
     found, printed = compared(tmp_path, "--libraries", "tinygrad_tf", "torch", "--only", "w1a,opsa")
@@ -130,3 +137,46 @@ def test_workers_lose_what_slows_numpy_down(benchmarks, monkeypatch):
     found = turns.environment(2, LD_PRELOAD="x")
     assert not {"OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"} & set(found)
     assert [found[name] for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD")] == ["2", "2", "2", "x"]
+
+
+def test_every_trick_can_be_undone_and_changes_no_result(tmp_path, benchmarks):
+    """The first loss stays the same to rounding; in float64 the first weights are other numbers."""
+    ablation = benchmarks("ablation")
+    printed = run("ablation.py", "--quick", "--out", tmp_path)
+    rows = json.loads((tmp_path / "ablation.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["trick"] for row in rows] == [*ablation.TRICKS, ablation.ALL] and printed.count("size a  ") == len(rows)
+    for row in rows:
+        assert row["trick"] in ("float32", ablation.ALL) or row["loss"] == pytest.approx(row["base_loss"], rel=1e-5), row
+        assert 0 < row["ratio"]["min"] <= row["ratio"]["median"] <= row["ratio"]["max"] and len(row["seconds"]) == 2
+    assert (tmp_path / "ablation.png").exists()
+
+
+def test_what_an_ablation_replaces_is_there():
+    """Or nothing would be undone, and nobody would notice."""
+    from tinygrad_tf import autograd, backend
+    from tinygrad_tf.ops import _rows, activation, attention, linear
+    from tinygrad_tf.optim import pieces
+    for place, name in [(_rows, "PIECE"), (_rows, "_has_fast_rows"), (pieces, "PIECE"), (pieces, "SMALL"), (attention, "exp_of_moderate"),
+                        (autograd, "_is_fresh"), (backend, "_setting"), (activation.GeluTanh, "curve"), (linear.Linear, "backward")]:
+        assert hasattr(place, name)
+
+
+def test_growth_has_every_size(tmp_path, benchmarks):
+    growth = benchmarks("growth")
+    run("growth.py", "--quick", "--out", tmp_path)
+    rows = json.loads((tmp_path / "growth.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["name"] for row in rows] == [name for name in growth.VALUES for _ in range(2)]
+    assert all(row["step"] > 0 and row["floor"] > 0 and ("exponent" in row) == (i % 2) for i, row in enumerate(rows))
+    assert (tmp_path / "growth.png").exists()
+
+
+def test_the_share_is_printed():
+    printed = run("share.py", "--quick", "--record")
+    assert "autograd's share" in printed and "an operation on 4 elements, recorded and backward" in printed
+
+
+def test_the_raw_step_is_the_step(benchmarks):
+    """What share.py holds the step against computes the same losses, bit for bit, and so the same weights."""
+    share, sizes = benchmarks("share"), dict(V=17, T=8, B=2, L=2, H=2, C=16)
+    step, raw = share.build(sizes)[0], share.build(sizes)[1]
+    assert [step() for _ in range(4)] == [raw() for _ in range(4)]

@@ -224,7 +224,7 @@ HOSTILE = [None, "x", -1, 0, 1.5, float("nan"), float("inf"), 10**30, 10**400, T
 def test_no_value_of_the_record_can_be_replaced(resumed, contents, value):
     """Each one, by each of these: refused, or a setting of the run that is as good as the other, with which it goes on."""
     # Of the configuration: nothing that is stored at step 1 follows.
-    free = {"clip", "seed", "dropout", "steps", "eval_every", "vocab_size", "accumulation", "patience", "keep"}
+    free = {"clip", "seed", "dropout", "steps", "eval_every", "vocab_size", "accumulation", "patience", "keep", "threads"}
     for path, original in leaves(contents[1]):
         if not path or path == ("format",) or value == original:
             continue

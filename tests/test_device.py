@@ -531,7 +531,8 @@ NEEDS = {"07_digits_encoder.py": "sklearn", "09_dates_encoder_decoder.py": "babe
 HOST_ONLY = {"12_cuda_kernel_on_cpu.py": "it is about the CPU", "22_gradient_checkpointing.py": "it measures the memory of the host",
              "23_byte_pair_encoding.py": "text and ids, and no tensor",
              "28_chat_model.py": "half a gigabyte of weights; tests/test_pretrained.py has its family on devices",
-             "26_doctor.py": "hundreds of passes: tests/test_doctor.py runs each check on a device"}
+             "26_doctor.py": "hundreds of passes: tests/test_doctor.py runs each check on a device",
+             "30_shards.py": "threads share the cores of a CPU"}
 ON_STAND_IN = """
 import runpy, sys
 import strict_cupy

@@ -85,6 +85,8 @@ LINES = {
     if "smollm2" in PUBLISHED else ["pip install"],
     "29_sentence_similarity": ["'Borrowing money has become more expensive.', with no word in common", "similarity.png"]
     if "minilm" in PUBLISHED else ["pip install"],
+    "30_shards": ["3 rows, 22 targets: 0.3143 · 4.1672", "1 shard: differs from the whole by 0e+00; 10 of 10 runs have the same bits",
+                  "10 of 10 runs", "the same bits again True", "ms for forward and backward of 8 rows", "shards.png"],
 }
 pytestmark = pytest.mark.host("processes of their own, on the CPU; on a device: test_device.py")
 WRITING = [path for path in EXAMPLES if '"--out"' in path.read_text(encoding="utf-8") and (HAS_DIGITS or "digits" not in path.stem)

@@ -374,7 +374,7 @@ def test_the_file_is_equal_to_the_flags(tmp_path, monkeypatch):
     runs.write_text(tmp_path)
     monkeypatch.chdir(tmp_path)
     flags = {"context": 8, "dim": 24, "layers": 1, "heads": 3, "dropout": 0.25, "norm": "post", "batch_size": 6, "accumulation": 2,
-             "sampling": "epochs", "steps": 7, "lr": 0.001, "warmup": 2, "schedule": "wsd", "weight_decay": 0.2, "clip": 2.0,
+             "threads": 2, "sampling": "epochs", "steps": 7, "lr": 0.001, "warmup": 2, "schedule": "wsd", "weight_decay": 0.2, "clip": 2.0,
              "eval_every": 3, "patience": 2, "keep": 3, "precision": "float32", "activations": "recomputed", "seed": 5, "experts": 4,
              "experts_per_token": 3, "balance": "bias", "tokenizer": "bpe", "vocab_size": 300}
     assert flags.keys() == set(NAMES)                   # a new setting belongs into this test

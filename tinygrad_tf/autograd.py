@@ -21,7 +21,7 @@ import weakref
 
 import numpy as np
 
-from .backend import array_module, beside, casting, check_one_device, device_of, is_writable, on_one_device, owner, quiet, sum_to
+from .backend import array_module, beside, casting, check_one_device, device_of, is_writable, on_one_device, owner, quiet, quietly, sum_to
 from .dtypes import BFLOAT16, FLOAT_KINDS, is_bfloat16, widened
 
 Tensor = None                                   # set by register_tensor: the engine imports nothing below itself
@@ -41,6 +41,7 @@ class _Mode(threading.local):
         self.enabled, self.before = True, []    # `before`: the modes to return to, one for each open context
         self.observers = ()                     # who is told of every operation of this thread: see `observing`
         self.step = None                        # what backward does at a node instead of `node_backward`: see anomaly.py
+        self.gathered = None                    # where the gradients of leaves go, if not into `.grad`: see `gathering`
 
 
 _mode = _Mode()
@@ -148,6 +149,11 @@ def is_observed():
     return bool(_mode.observers)
 
 
+def is_watched():
+    """Whether somebody looks on as this thread computes: `observing`, or anomaly mode in backward."""
+    return bool(_mode.observers or _mode.step)
+
+
 def inference_mode(mode=True):
     """PyTorch's name for no_grad, here the same; mode=False records."""
     return no_grad() if mode is True else enable_grad() if mode is False else no_grad(mode)
@@ -245,11 +251,22 @@ class Absent:
 
 
 def _user_line():
-    """(file, line) of the nearest caller outside this package. Not a frame: a frame would keep its variables alive."""
-    frame = sys._getframe(2)
+    """(file, line) of the nearest caller outside this package."""
+    return _line_at(*_user_place(sys._getframe(2)))
+
+
+def _user_place(frame):
+    """(code, how far in it) of the nearest caller outside this package. Not its frame: a frame would keep its variables alive."""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<library>", 0)
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def _line_at(code, place):
+    """(file, line) of a place in a code. In a long function Python takes longer to find it than for the operation: so, only when asked."""
+    if code is None:
+        return "<library>", 0
+    return code.co_filename, next((line for start, end, line in code.co_lines() if start <= place < end), None) or 0
 
 
 class Function:
@@ -265,9 +282,9 @@ class Function:
     gets bfloat16, to move it or to hand it to a kernel.
     `Function.registry` holds every operation by name: the tests walk it, so that none goes unchecked.
     """
-    __slots__ = ("saved", "inputs", "needs", "id", "shape", "dtype", "guards", "line", "retained", "hooks",
-                 "__weakref__", "__dict__")
+    __slots__ = ("saved", "inputs", "needs", "id", "shape", "dtype", "guards", "called", "__weakref__", "__dict__")
     registry = {}
+    retained = hooks = None                     # of the tensor that this node has made: see `retain` and `Tensor.register_hook`
     autocast = None
     in_float32 = True
     mixes = False                               # may a single number on the CPU meet tensors of a GPU? As in PyTorch, element by element
@@ -282,22 +299,34 @@ class Function:
         node.saved = None
         if casting.dtypes:
             args = autocasted(cls.autocast, *args)
-        tensors = [a for a in args if isinstance(a, Tensor)]
+        record, tensors, arrays = _mode.enabled, [], []
+        node.needs, node.inputs = needs, inputs = [], []
+        for a in args:
+            if isinstance(a, Tensor):
+                need = record and a._requires_grad
+                tensors.append(a)
+                arrays.append(a.array)
+                needs.append(need)
+                inputs.append((a.node or a) if need else None)
+                if record:
+                    a.check_history()
+            else:
+                arrays.append(a)
+                needs.append(False)
+                inputs.append(None)
+        if not tensors:
+            raise _without_tensors(cls.__name__, args)
         if len(tensors) > 1 and "cupy" in sys.modules and not on_one_device([t.array for t in tensors]):
             return cls.apply(*_met(cls, args, tensors))
-        arrays = [a.array if isinstance(a, Tensor) else a for a in args]
-        _check_inputs(cls.__name__, args, tensors)
-        record = _mode.enabled
-        node.needs = [record and isinstance(a, Tensor) and a.requires_grad for a in args]
         forward = node._rounded if BFLOAT16 and cls.in_float32 and _all_bfloat16(tensors) else node.forward
-        with np.errstate(all="ignore"):         # inf and NaN are results, as in PyTorch, and not warnings
-            out = beside(tensors[0].array, forward, *arrays)
-        if type(out) is not type(tensors[0].array):         # NumPy turns 0-d results into scalars
-            out = _as_output(cls.__name__, out, tensors[0].array)
-        version = _version_of(out, tensors)
-        recorded = True in node.needs and out.dtype.kind in FLOAT_KINDS
+        first = tensors[0].array
+        out = quietly(forward, *arrays) if isinstance(first, np.ndarray) else beside(first, quietly, forward, *arrays)
+        if type(out) is not type(first):        # NumPy turns 0-d results into scalars
+            out = _as_output(cls.__name__, out, first)
+        version = _version_in(out, tensors) or Version()
+        recorded = True in needs and out.dtype.kind in FLOAT_KINDS
         if recorded:
-            node._record(args, tensors, out, version)
+            node._record(tensors, out, version)
         out = Tensor._wrap(out, node if recorded else None, version)
         if _mode.observers:
             for observe in _mode.observers:
@@ -309,11 +338,9 @@ class Function:
         out = self.forward(*map(widened, arrays))
         return out.astype(BFLOAT16[0]) if getattr(out, "dtype", None) == np.float32 else out
 
-    def _record(self, args, tensors, out, version):
-        self.inputs = [(a.node or a) if need else None for a, need in zip(args, self.needs)]
-        self.id, self.line = _next_id(), _user_line()
+    def _record(self, tensors, out, version):
+        self.id, self.called = _next_id(), _user_place(sys._getframe(2))
         self.shape, self.dtype = out.shape, out.dtype
-        self.retained = self.hooks = None
         self.guards = _guards(self.saved, tensors, out, version)
 
     def forward(self, *args):
@@ -325,6 +352,11 @@ class Function:
     @property
     def name(self):
         return type(self).__name__
+
+    @property
+    def line(self):
+        """(file, line) that called the operation."""
+        return _line_at(*self.called)
 
     def __repr__(self):
         return f"<{self.name}Backward>"
@@ -342,14 +374,9 @@ def _as_output(op, out, like):
     return array_module(like).asarray(out) if isinstance(out, np.generic) else out      # not so an array that has moved: `.to("cuda")`
 
 
-def _check_inputs(op, args, tensors):
-    """Raises for a call without a tensor, and for tensors whose history is out of date."""
-    if not tensors:
-        raise TypeError(f"{op}: expected a Tensor, got {', '.join(type(a).__name__ for a in args) or 'nothing'}; "
-                        f"make one with tinygrad_tf.tensor(...)")
-    if _mode.enabled:
-        for t in tensors:
-            t.check_history()
+def _without_tensors(op, args):
+    return TypeError(f"{op}: expected a Tensor, got {', '.join(type(a).__name__ for a in args) or 'nothing'}; "
+                     f"make one with tinygrad_tf.tensor(...)")
 
 
 def _met(cls, args, tensors):
@@ -408,14 +435,17 @@ class Version:
         return any(t is not None and t.requires_grad and t.version is self for t in found)
 
 
-def _version_of(out, tensors):
-    """The `Version` of the memory of `out`: that of the input it is a view of, else a new one."""
-    if out.base is not None or any(out is t.array for t in tensors):
-        mine = owner(out)
+def _version_in(array, tensors):
+    """The `Version` of the first tensor in whose memory the array lies; None where there is none."""
+    for t in tensors:
+        if t.array is array:
+            return t.version
+    if array.base is not None:
+        mine = owner(array)
         for t in tensors:
             if owner(t.array) is mine:
                 return t.version
-    return Version()
+    return None
 
 
 def _guards(saved, tensors, out, version):
@@ -423,12 +453,15 @@ def _guards(saved, tensors, out, version):
 
     Nobody else can reach the other saved arrays, which forward made for itself.
     """
-    if saved is None:
-        return ()
-    versions = {id(owner(t.array)): t.version for t in tensors}
-    versions[id(owner(out))] = version
-    found = [versions.get(id(owner(a))) for a in (saved if isinstance(saved, tuple) else (saved,)) if hasattr(a, "base")]
-    return [(v, v.writes) for v in found if v is not None]
+    guards = []
+    for array in saved if isinstance(saved, tuple) else (saved,):
+        if array is not None and hasattr(array, "base"):
+            found = _version_in(array, tensors)
+            if found is None and (array is out or out.base is not None and owner(out) is owner(array)):
+                found = version
+            if found is not None:
+                guards.append((found, found.writes))
+    return guards
 
 
 def constant(array):
@@ -467,13 +500,14 @@ def _walk(root, gradient, retain_graph):
         node, dy, _ = waiting.pop(-heapq.heappop(heap))
         if node.hooks or node.retained:
             dy = _show(node, dy)
-        gradients = beside(dy, step, node, dy)
+        gradients = step(node, dy) if isinstance(dy, np.ndarray) else beside(dy, step, node, dy)
         for source, g in zip(node.inputs, gradients):
             if g is None:
                 continue
+            mine = _is_fresh(g, dy, gradients, node.saved)
             if isinstance(source, Tensor):
-                _reach_leaf(source, g, hooked, mine=_is_fresh(g, dy, gradients, node.saved))
-            elif _wait(waiting, source.id, source, g):
+                _reach_leaf(source, g, hooked, mine)
+            elif _wait(waiting, source.id, source, g, mine):
                 heapq.heappush(heap, -source.id)
         if not retain_graph and node.saved is not None:
             node.saved = _RELEASED
@@ -520,13 +554,15 @@ def node_backward(node, dy):
         gradients = (gradients,)
     if len(gradients) > len(node.inputs):
         raise RuntimeError(f"backward of {_where(node)} returned {len(gradients)} gradients for {len(node.inputs)} arguments")
-    return tuple([None if source is None or g is None else _fit(node, source, g)
-                  for source, g in itertools.zip_longest(node.inputs, gradients)])
+    return [None if source is None or g is None else _fit(node, source, g) for source, g in zip(node.inputs, gradients)]
 
 
 def _fit(node, source, g):
     """A gradient in the shape and dtype of the input it belongs to."""
-    shape, wanted = (source.array.shape, source.array.dtype) if isinstance(source, Tensor) else (source.shape, source.dtype)
+    like = source.array if isinstance(source, Tensor) else source
+    shape, wanted = like.shape, like.dtype
+    if isinstance(g, np.ndarray) and g.dtype == wanted and g.shape == shape:
+        return g
     if not hasattr(g, "dtype") or isinstance(g, Tensor):
         raise TypeError(f"backward of {_where(node)} returned a {type(g).__name__} as a gradient; it must return arrays, in a tuple "
                         f"where there are several, and None where there is none")
@@ -545,19 +581,28 @@ def _fit(node, source, g):
 
 def _is_fresh(g, dy, gradients, saved):
     """True when nothing else holds this memory: it is neither a view, nor dy, nor saved, nor part of another gradient."""
-    saved = saved if isinstance(saved, tuple) else (saved,)
-    return (g.base is None and g is not dy and not any(g is s for s in saved)
-            and sum(g is other or g is owner(other) for other in gradients) == 1)
+    if g.base is not None or g is dy:
+        return False
+    for array in saved if isinstance(saved, tuple) else (saved,):
+        if array is g:
+            return False
+    found = 0
+    for other in gradients:
+        found += other is g or other is not None and other.base is not None and owner(other) is g
+    return found == 1
 
 
-def _wait(waiting, key, source, g):
-    """Adds to what waits for `source`; True for the first gradient. Only a sum made here is written in place, all else may be shared."""
+def _wait(waiting, key, source, g, mine):
+    """Adds to what waits for `source`; True for the first gradient. Written in place is only what nobody else holds, `mine`."""
     entry = waiting.get(key)
     if entry is None:
-        waiting[key] = [source, g, False]
+        waiting[key] = [source, g, mine]
         return True
-    if entry[2]:                                # a sum that was made below
+    if entry[2]:
         entry[1] += g
+    elif mine:
+        g += entry[1]
+        entry[1], entry[2] = g, True
     else:
         entry[1], entry[2] = array_module(g).asarray(entry[1] + g), True
     return False
@@ -565,16 +610,18 @@ def _wait(waiting, key, source, g):
 
 def _reach_leaf(leaf, g, hooked, mine):
     """A gradient has come to a leaf: into its `.grad`, or among those that wait for hooks; nowhere if it was frozen since forward."""
-    if not leaf.requires_grad:
+    if not leaf._requires_grad:
         return
     if leaf.hooks:
-        _wait(hooked, id(leaf), leaf, g)
+        _wait(hooked, id(leaf), leaf, g, mine)
     else:
         _accumulate(leaf, g, mine)
 
 
 def _accumulate(leaf, g, mine):
     """Adds to `leaf.grad`. The first gradient is stored: itself if it is `mine` (nobody else holds its memory), else a copy."""
+    if _mode.gathered is not None:
+        return _gather(_mode.gathered, leaf, g, mine)
     if leaf.hooks:
         g, mine = _after_hooks(leaf.hooks, g), False
     if leaf.grad is None:
@@ -584,6 +631,50 @@ def _accumulate(leaf, g, mine):
     else:
         leaf.grad.array += g
         leaf.grad.version.writes += 1
+
+
+# --- gradients of several threads: apart, and then added up ----------------------------------------------------------
+
+@contextlib.contextmanager
+def gathering():
+    """Inside, this thread's backward adds to the {id: [leaf, gradient]} that is yielded; `.grad` and the hooks of leaves stay alone.
+
+    Each node can be walked through once, so RuntimeError where backward comes to one that was made before.
+    """
+    first, step, before = _next_id(), _mode.step or node_backward, (_mode.gathered, _mode.step)
+
+    def own_step(node, dy):
+        if node.id < first:
+            raise RuntimeError(f"backward came to {_where(node)}, which ran before the shards began and would be walked through by each of "
+                               f"them; call it inside the function, for each part")
+        return step(node, dy)
+    _mode.gathered, _mode.step = {}, own_step
+    try:
+        yield _mode.gathered
+    finally:
+        _mode.gathered, _mode.step = before
+
+
+def is_gathering():
+    """Whether this thread is within `gathering`, and others perhaps at work on the same modules."""
+    return _mode.gathered is not None
+
+
+def _gather(gathered, leaf, g, mine):
+    if id(leaf) in gathered:
+        gathered[id(leaf)][1] += g
+    else:
+        gathered[id(leaf)] = [leaf, g if mine else g.copy()]
+
+
+def add_gathered(all_gathered):
+    """Adds what was gathered to `.grad`, one after another; hooks of leaves see the sum."""
+    total = {}
+    for gathered in all_gathered:
+        for leaf, g in gathered.values():
+            _gather(total, leaf, g, mine=True)
+    for leaf, g in total.values():
+        _accumulate(leaf, g, mine=True)
 
 
 def _after_hooks(hooks, g):

@@ -50,7 +50,8 @@ MEASURED_ROWS = 16              # windows in a batch of the table of `quantize`
 INTERRUPTED, READER_LEFT = 130, 141             # what a shell reports for SIGINT and for SIGPIPE: 128 + the signal's number
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SETTINGS = [field.name for field in dataclasses.fields(TrainConfig)]
-FLAGS = ["text", "out", "preset", *SETTINGS, "device", "threads"]       # of train, and keys of its --config
+CHANGEABLE = "steps", "threads"                 # settings that --resume may bring
+FLAGS = ["text", "out", "preset", *SETTINGS, "device"]                  # of train, and keys of its --config
 
 
 class UserError(Exception):
@@ -81,7 +82,8 @@ def run(argv):
     if getattr(arguments, "config", None):
         take_from_config(arguments)
     if argv is None:
-        use_threads(arguments.threads)
+        shards = arguments.command is train             # which want one BLAS thread each
+        use_threads(arguments.threads and 1 if shards else arguments.threads)
     check_installation()
     arguments.device = chosen_device(arguments.device)
     return arguments.command(arguments) or 0
@@ -241,8 +243,9 @@ def build_parser():
     for p in commands.choices.values():
         p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: TINYGRAD_TF_DEVICE, else cpu); a run may be "
                                                           "resumed, and a model used, on another device than it was trained on")
-        p.add_argument("--threads", type=int, metavar="N", help="threads of the matrix products (default: OPENBLAS_NUM_THREADS, else 1; "
-                                                                "more are faster on an idle machine and slower on a busy one)")
+        if p is not commands.choices["train"]:          # which has shards of a batch instead
+            p.add_argument("--threads", type=int, metavar="N", help="threads of the matrix products (default: OPENBLAS_NUM_THREADS, else "
+                                                                    "1; more are faster on an idle machine and slower on a busy one)")
     return parser
 
 
@@ -251,7 +254,7 @@ def _add_train(commands):
     p.add_argument("--text", nargs="+", metavar="TEXT", help="UTF-8 files, or the name of a corpus: python-docs (default), shakespeare")
     p.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/minigpt, or the next free number)")
     p.add_argument("--resume", nargs="?", const=True, metavar="DIR", help="continue an interrupted run (default: the newest), or with "
-                                                                             "--steps one that shall become longer")
+                                                                             "--steps one that shall become longer; --threads may change")
     p.add_argument("--config", type=Path, metavar="FILE", help="flags in a TOML file, such as the config.toml of a run; flags that are "
                                                               "given beside it go first")
     p.add_argument("--preset", choices=sorted(PRESETS), help="sizes and schedule to start from (default: tiny)")
@@ -342,6 +345,7 @@ def _add_quantize(commands):
 def train(arguments):
     tune_allocator()
     trainer = start(arguments) if arguments.resume is None else resume(arguments)
+    check_cores(trainer.config.threads)
     describe(trainer)
     resume_command = f"{PROGRAM} train --resume {shlex.quote(str(trainer.folder))}"
     try:
@@ -369,10 +373,10 @@ def start(arguments):
 
 def resume(arguments):
     """A run as its checkpoint left it."""
-    if given := [name for name in ("out", "preset", *SETTINGS) if getattr(arguments, name) is not None and name != "steps"]:
+    if given := [name for name in ("out", "preset", *SETTINGS) if getattr(arguments, name) is not None and name not in CHANGEABLE]:
         raise UserError(f"--resume continues with the folder and settings of the run; leave out --{given[0].replace('_', '-')}")
     folder = newest_run() if arguments.resume is True else Path(arguments.resume)
-    trainer = Trainer.resume(folder, arguments.text, arguments.device, [Monitor()], arguments.steps)
+    trainer = Trainer.resume(folder, arguments.text, arguments.device, [Monitor()], arguments.steps, arguments.threads)
     print(f"Resuming {folder} at step {trainer.step} of {trainer.config.steps}.")
     return trainer
 
@@ -402,13 +406,19 @@ def newest_run():
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
+def check_cores(threads):
+    """More threads than cores take turns: nothing is wrong, and nothing won."""
+    if threads > (cores := os.cpu_count() or 1):
+        warnings.warn(f"{threads} threads on {cores} core{'s' * (cores > 1)}: no more than {cores} can run at once", stacklevel=2)
+
+
 def describe(trainer):
     c, parameters = trainer.config, sum(p.numel() for p in trainer.model.parameters())
     print(f"Text: {' '.join(map(str, trainer.sources))}: {len(trainer.train_ids):,} {unit(trainer.tokenizer)}s to train on, "
           f"{len(trainer.validation_ids):,} held out, V_vocab = {trainer.tokenizer.vocab_size}.")
     print(f"Model: {c.layers} layers, C = {c.dim}, H = {c.heads}, T = {c.context}: {parameters:,} parameters. "
           f"{c.steps} steps of {c.batch_size} × {c.context} tokens. "
-          f"{'' if c.precision == 'float32' else f'Precision: {c.precision}. '}"
+          f"{'' if c.precision == 'float32' else f'Precision: {c.precision}. '}{'' if c.threads == 1 else f'Threads: {c.threads}. '}"
           f"{'' if trainer.device.type == 'cpu' else f'Device: {trainer.device}. '}Folder: {trainer.folder}", flush=True)
 
 

@@ -401,6 +401,7 @@ def _check_sums_are_finite(sums):
 
 class _Use(threading.local):
     states = None
+    generator = None                    # this thread's default one, where it is not that of all: see `drawing_from`
 
 
 _use = _Use()
@@ -434,34 +435,44 @@ def replayed(states):
 default_generator = Generator()
 
 
-def chosen(generator):
+@contextmanager
+def drawing_from(generator):
+    """Inside, this thread's default generator is this one: threads that shared one would draw in an order of chance."""
+    before, _use.generator = _use.generator, generator
+    try:
+        yield
+    finally:
+        _use.generator = before
+
+
+def chosen(generator=None):
     """The generator, or the default one for None."""
     if generator is not None and not isinstance(generator, Generator):
         raise TypeError(f"generator: expected a Generator or None, got {type(generator).__name__}; make one with "
                         f"tinygrad_tf.Generator().manual_seed(seed)")
-    return default_generator if generator is None else generator
+    return generator or _use.generator or default_generator
 
 
 def manual_seed(seed):
     """Seed the default generator, and return it. An int in [−2⁶³, 2⁶⁴)."""
-    return default_generator.manual_seed(seed)
+    return chosen().manual_seed(seed)
 
 
 def initial_seed():
     """The seed that the default generator's stream was started with."""
-    return default_generator.initial_seed()
+    return chosen().initial_seed()
 
 
 def seed():
     """Seed the default generator from the operating system, and return the seed."""
-    return default_generator.seed()
+    return chosen().seed()
 
 
 def get_rng_state():
     """The default generator's state: uint8 [5056]."""
-    return default_generator.get_state()
+    return chosen().get_state()
 
 
 def set_rng_state(state):
     """Put the default generator into a state that `get_rng_state` returned."""
-    default_generator.set_state(state)
+    chosen().set_state(state)

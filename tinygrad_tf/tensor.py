@@ -387,7 +387,7 @@ def _operator(op, reflected=False):
         if isinstance(other, np.ndarray):
             raise TypeError(f"{op.__name__.rstrip('_')}: a tensor and a NumPy array do not mix; make a tensor of the array with "
                             f"tinygrad_tf.from_numpy(...)")
-        if not isinstance(other, (Tensor, *_NUMBERS)):
+        if not isinstance(other, Tensor) and not isinstance(other, _NUMBERS):
             return NotImplemented
         return op(other, self) if reflected else op(self, other)
     return method

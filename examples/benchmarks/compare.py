@@ -3,7 +3,8 @@
     python examples/benchmarks/compare.py [--only w1a w2b w3 ops …] [--threads 1 2] [--rounds 9] [--libraries tinygrad_tf torch …]
                                           [--unlocked] [--quick] [--out FOLDER]
 
-    w1a, w1b   a training step of the model of train_step.py; the very same code runs on ours and on PyTorch
+    w1a, w1b   a training step of the model of train_step.py; the very same code runs on ours and on PyTorch; with several threads ours
+               uses them in two ways, for the matrix products and for shards of the batch
     w2a, w2b   a token of greedy decoding, one row, of decode.py
     w3         causal attention, B = 1, H = 8, Dh = 64, T = 1024 to 8192, and with the whole table of scores up to 4096
     ops        operation by operation, at the shapes of w1a and w1b
@@ -32,7 +33,7 @@ from pathlib import Path
 
 import peers
 import train_step
-from turns import Clock, Worker, memory, processor, serve, settled
+from turns import THREADS, Clock, Worker, memory, processor, serve, settled
 
 LIBRARIES = ("tinygrad_tf", "torch", *peers.STEPS)
 TITLES = {"tinygrad_tf": "tinygrad_tf", "torch": "PyTorch eager", "jax": "JAX jit", "autograd": "HIPS/autograd", "dezero": "DeZero",
@@ -42,6 +43,7 @@ ALL_SCORES = ", all scores"
 WORKLOADS = ("w1a", "w1b", "w2a", "w2b", "w3", "opsa", "opsb")
 BOTH = ("forward", "forward + backward")
 QUICK = dict(V=17, T=8, B=2, L=1, H=2, C=16)
+REST = 0.05                                     # seconds in which threads of the last turn, which wait by spinning, fall asleep
 PATIENCE = 60                                   # seconds for one library and case, after which three turns are enough
 
 
@@ -207,15 +209,22 @@ def compiled_unlock(folder):
     return library, None
 
 
+def ways_of(plan, library, threads):
+    """[(suffix of the name, changes of the sizes, variables of the process)]. Several cores serve a training step of ours in two ways."""
+    if library == "tinygrad_tf" and plan[1].startswith("w1") and threads > 1:
+        return [(f", {threads} BLAS threads", {}, {}), (f", {threads} shards", {"shards": threads}, dict.fromkeys(THREADS, "1"))]
+    return [(suffix, changes, {}) for suffix, changes in plan[3]]
+
+
 def start(plan, competitor, threads, turn):
     """{name: worker, or the sentence that says why there is none}, one for each way in which the workload is run."""
-    _, workload, sizes, ways = plan
+    _, workload, sizes, _ = plan
     name, library, variables = competitor
     workers = {}
-    for suffix, changes in ways:
+    for suffix, changes, more in ways_of(plan, library, threads):
         spec = {"workload": workload, "library": library, "threads": threads, "turn": turn, "sizes": {**sizes, **changes}}
         try:
-            workers[name + suffix] = Worker([__file__, "--worker", json.dumps(spec)], threads, **variables)
+            workers[name + suffix] = Worker([__file__, "--worker", json.dumps(spec)], threads, **variables, **more)
         except RuntimeError as error:
             workers[name + suffix] = str(error)
     return workers
@@ -247,6 +256,7 @@ def in_turn(row, workers, rounds):
         begin = time.perf_counter()
         try:
             answers[name].append(worker.ask(row["case"]))
+            time.sleep(REST * (row["threads"] > 1))
         except RuntimeError as error:                       # out of memory, say
             errors[name] = str(error)
             del workers[name]
@@ -290,7 +300,7 @@ def duration(seconds):
 
 
 def shown(row):
-    start = f"  {row['case']:34s} {row['library']:26s}"
+    start = f"  {row['case']:34s} {row['library']:28s}"
     if "error" in row:
         return f"{start} failed: {row['error']}"
     ratio, times = row["ratio"], "".join(f"{duration(row[key]):>10s}" for key in ("median", "min", "max"))
@@ -304,7 +314,7 @@ def table(rows):
         group = list(group)
         base = next((row["ratio"]["to"] for row in group if "ratio" in row), "")
         memory = ": time          peak        extra ÷" * any("peak_bytes" in row for row in group)
-        yield f"\n{label}, {threads} thread{'s' * (threads != 1)}\n{'':64s}{'median':>8s}{'min':>10s}{'max':>10s}   ÷ {base}{memory}"
+        yield f"\n{label}, {threads} thread{'s' * (threads != 1)}\n{'':66s}{'median':>8s}{'min':>10s}{'max':>10s}   ÷ {base}{memory}"
         yield from map(shown, group)
 
 
@@ -382,7 +392,7 @@ def draw(rows, folder):
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     palette = dict(zip((*TITLES.values(), UNLOCKED), colormaps["tab10"].colors))
-    colours = {row["library"]: palette[row["library"].removesuffix(ALL_SCORES)] for row in rows}
+    colours = {name: palette.get(name) or palette[name.partition(", ")[0]] for name in (row["library"] for row in rows)}
 
     def figure_of(panels, lines):
         return Figure(figsize=(11, max(3, 0.4 * lines + 1.2) * math.ceil(panels / 2)), layout="constrained")
@@ -413,7 +423,8 @@ def chosen_workloads(words):
 def parsed():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], help=f"some of {', '.join(WORKLOADS)}; ops means both of its kind")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of a matrix product; several numbers: one after the other")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of a matrix product, and shards of a training step; several "
+                                                                              "numbers: one after the other")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--unlocked", action="store_true", help="PyTorch also with MKL's fast path (AMD, needs gcc)")

@@ -39,7 +39,7 @@ def ours(**sizes):
 def generator(model):
     """A function from the number of tokens to their ids, for our model."""
     prompt = tinygrad_tf.zeros(1, 1, dtype=tinygrad_tf.int64)
-    return lambda n: [int(token[0, 0]) for token in stream(model, prompt, n, temperature=0)]
+    return lambda n: [token.item() for token in stream(model, prompt, n, temperature=0)]
 
 
 def twin(model):
@@ -84,7 +84,7 @@ def twin(model):
             x = F.embedding(torch.tensor([[ids[-1]]]), token) + position[t]
             for block, (keys, values) in zip(blocks, caches):
                 x = block(x, keys, values, t)
-            ids.append(int(F.linear(final(x), token)[0, -1].argmax()))
+            ids.append(F.linear(final(x), token).argmax().item())
         return ids[1:]
     return generate
 

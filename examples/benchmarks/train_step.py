@@ -32,9 +32,9 @@ def gpt(torch, nn, F, V, T, B, L, H, C):
 
         def forward(self, x):
             h = self.norm1(x)
-            q, k, v = (proj(h).reshape(B, T, H, C // H).transpose(1, 2) for proj in (self.q, self.k, self.v))
+            q, k, v = (proj(h).reshape(-1, T, H, C // H).transpose(1, 2) for proj in (self.q, self.k, self.v))
             a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(a.transpose(1, 2).reshape(B, T, C))
+            x = x + self.out(a.transpose(1, 2).reshape(-1, T, C))
             return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
     class GPT(nn.Module):
@@ -54,22 +54,32 @@ def gpt(torch, nn, F, V, T, B, L, H, C):
     return GPT()
 
 
-def build(torch, nn, F, **sizes):
-    """A function of one step of that model, with AdamW and the norm of the gradients clipped to 1. It returns the loss."""
+def build(torch, nn, F, shards=1, **sizes):
+    """A function of one step of that model, with AdamW and the norm of the gradients clipped to 1. It returns the loss.
+
+    shards: parts of the batch at once, in ours.
+    """
     torch.manual_seed(0)
     model = gpt(torch, nn, F, **sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, sizes["V"], (sizes["B"], sizes["T"] + 1))
     inputs, targets = ids[:, :-1], ids[:, 1:]
+    backward = whole if shards == 1 else importlib.import_module("tinygrad_tf.training").Shards(shards).backward
 
     def step():
         optimizer.zero_grad(set_to_none=True)
-        loss = model(inputs, targets)
-        loss.backward()
+        loss = backward(model, inputs, targets)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return loss.item()
+        return loss
     return step
+
+
+def whole(model, *batch):
+    """The gradients of all rows at once; the loss."""
+    loss = model(*batch)
+    loss.backward()
+    return loss.item()
 
 
 def modules(library, threads):

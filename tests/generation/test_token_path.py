@@ -218,7 +218,7 @@ def test_norms_of_extreme_rows(norm, rows, size):
     """Zeros, and numbers whose squares overflow or vanish: as the layer has it, NaN included."""
     x = (np.random.default_rng(0).normal(size=(rows, C)) * size).astype(np.float32)
     with torch.no_grad(), np.errstate(all="ignore"):
-        short = token_path.norm(norm)(x[0] if rows == 1 else x).reshape(rows, C)
+        short = token_path.norm(norm, x.dtype)(x[0] if rows == 1 else x).reshape(rows, C)
         np.testing.assert_allclose(short, host(norm(torch.tensor(x))), rtol=1e-5, atol=1e-6)
 
 

@@ -10,6 +10,7 @@ from twins import assert_leaves_memory_alone, assert_twins
 import tinygrad_tf
 from tinygrad_tf import bool as bool_
 from tinygrad_tf import float16, manual_seed, ones, randn, tensor, where, zeros
+from tinygrad_tf.ops._rows import MODERATE
 from tinygrad_tf.ops.attention import attention_weights
 from tinygrad_tf.ops.dropout import dropout
 from tinygrad_tf.ops.sdpa import scaled_dot_product_attention
@@ -330,3 +331,52 @@ def test_a_scale_is_a_number_and_a_learned_one_multiplies_the_query(attend, scal
     assert tinygrad_tf.allclose(found, attend(q, k, 0.5)) and tinygrad_tf.allclose(found, attend(q, k, np.float32(0.5)))
     (found * randn(*found.shape)).sum().backward()
     assert learned.grad.item() != 0
+
+
+# --- softmax without its maximum, which is left out where all scores are moderate: arrays of 1,024 scores and more ---------------
+
+def true_weights(z):
+    """softmax of each row in float64, zeros where all is −inf."""
+    z = z.astype(np.float64)
+    top = z.max(-1, keepdims=True)
+    e = np.exp(z - np.where(np.isfinite(top), top, 0))
+    return e / np.maximum(e.sum(-1, keepdims=True), 1e-300)
+
+
+SHIFTS = {"moderate": 0, "at the limit": MODERATE - 4, "above the limit": MODERATE + 1, "overflowing": 3e4, "far below": -MODERATE - 30,
+          "underflowing": -3e4}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("sees_nothing", [[], [11]], ids=["each row sees something", "one sees nothing"])
+@pytest.mark.parametrize("rows", ["every row", "one row"])
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_scores_of_any_size(shift, rows, sees_nothing, dtype):
+    """The bias moves all scores of some rows, which changes no weight; each is right to the last digits that its scores have."""
+    q, k = (RANDOM.normal(size=(2, 40, 8)).astype(dtype) for _ in range(2))
+    bias = np.zeros((40, 40), dtype)
+    bias[slice(None) if rows == "every row" else 7] = SHIFTS[shift]
+    bias[3, 5:] = bias[sees_nothing] = -np.inf
+    found = attention_weights(tensor(q), tensor(k), tensor(bias))
+    scores = (q.astype(dtype) / dtype(math.sqrt(8))) @ k.swapaxes(-1, -2) + bias
+    tolerance = 16 * np.finfo(dtype).eps * max(1, abs(SHIFTS[shift]))
+    assert np.abs(host(found.array) - true_weights(scores)).max() <= tolerance
+    assert (host(found.array)[:, sees_nothing] == 0).all() and (host(found.array)[:, 3, 5:] == 0).all()
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e38])
+def test_nothing_leaks_among_many_scores(junk):
+    """As among few: a key and a value that nobody may look at can hold anything."""
+    q, k, v = (randn(2, 48, 8).requires_grad_() for _ in range(3))
+    allowed = ones(48, 48, dtype=bool_).tril()
+    allowed[:, 9] = False
+
+    def run(poison):
+        keys, values = (host(x.array).copy() for x in (k, v))
+        keys[:, 9] = values[:, 9] = poison
+        leaves = [tensor(host(x.array).copy(), requires_grad=True) for x in (q,)] + [tensor(x, requires_grad=True) for x in (keys, values)]
+        out = scaled_dot_product_attention(*leaves, attn_mask=allowed)
+        out.backward(out.detach())
+        return [host(out.array)] + [host(x.grad.array) for x in leaves]
+    for clean, found in zip(run(0.0), run(junk), strict=True):
+        assert np.allclose(clean, found, atol=2e-6)

@@ -50,6 +50,25 @@ def test_repeated_ids_add_up(rows, columns, ids):
     np.testing.assert_array_equal(scatter_rows(rows, ids, values), wanted)
 
 
+@pytest.mark.host("the order of the sums varies on a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("columns", [0, 1, 2, 7, 8])
+@pytest.mark.parametrize("ids", [[], [2], [0, 1, 2, 3], [3, 3, 3, 3, 3], [1, 0, 3, 1, 0, 3, 3]], ids=str)
+@pytest.mark.parametrize("layout", [lambda a: a, lambda a: a.T.copy().T, lambda a: np.stack([a, a], -1)[..., 0]], ids=["C", "F", "steps"])
+def test_rows_are_added_in_their_order_also_where_they_are_not_finite(dtype, columns, ids, layout):
+    """Exactly the sums of a loop: nothing passes from one number to its neighbour, and no row that has no id is touched."""
+    rng = np.random.default_rng(0)
+    values, ids = layout(rng.normal(size=(len(ids), columns)).astype(dtype)), np.array(ids, dtype=np.int32)
+    for bad, place in zip((np.nan, np.inf, -np.inf), rng.permutation(values.size)):
+        values[np.unravel_index(place, values.shape)] = bad
+    wanted = np.zeros((5, columns), dtype)
+    for i, row in zip(ids, values):
+        wanted[i] += row
+    found = scatter_rows(5, ids, values)
+    np.testing.assert_array_equal(found, wanted)
+    assert found.dtype == dtype and found.base is None
+
+
 def test_small_id_types_do_not_overflow():
     ids = np.full(3, 200, np.uint8)             # 200 · 4 does not fit into uint8
     w = randn(256, 4, requires_grad=True)

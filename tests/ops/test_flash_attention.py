@@ -21,6 +21,7 @@ import tinygrad_tf.nn.functional as F
 from tinygrad_tf import nn
 from tinygrad_tf.gradcheck import gradcheck
 from tinygrad_tf.nn import masks
+from tinygrad_tf.ops import flash_attention as flash_module
 from tinygrad_tf.ops import sdpa
 from tinygrad_tf.ops.flash_attention import Band, band_tiles, keep_mask
 from tinygrad_tf.ops.sdpa import sdpa_backend
@@ -192,6 +193,34 @@ def test_float16_is_computed_in_float32():
     assert y.dtype == v.grad.dtype == torch.float16
     wanted = F.scaled_dot_product_attention(q.float(), k.float(), v.detach().float(), scale=1.0)
     np.testing.assert_allclose(host(y.detach().float()), host(wanted), atol=2e-3)
+
+
+@pytest.mark.host("groups of heads are for the CPU")
+@pytest.mark.parametrize("at_once", [1, 32, 64, 96])
+def test_heads_in_groups_are_all_heads_at_once(at_once, monkeypatch):
+    """Also grouped, with a bias and a mask for each head, and what dropout draws."""
+    random, found = np.random.default_rng(0), []
+    q, k, v, bias = (random.normal(size=s) for s in ((3, 4, 9, 5), (3, 2, 9, 5), (3, 2, 9, 5), (1, 4, 9, 9)))
+    allowed = torch.tensor(random.random((3, 1, 9, 9)) > 0.3)
+    for size in (1 << 17, at_once):
+        monkeypatch.setattr(flash_module, "AT_ONCE", size)
+        torch.manual_seed(0)
+        tensors = [torch.tensor(a, requires_grad=True) for a in (q, k, v, bias)]
+        with sdpa_backend("tiled", (4, 4)):
+            y = F.attention(*tensors[:3], allowed, bias=tensors[3], dropout_p=0.3)
+        (y ** 2).sum().backward()
+        found.append([host(y.detach()), *(host(t.grad) for t in tensors)])
+    for a, b in zip(*found):
+        np.testing.assert_allclose(b, a, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("step", [0.1, 7.9, 8.1, 60.0, -60.0])
+def test_scores_that_rise_or_fall_from_tile_to_tile(step):
+    """The maximum of the first tile serves for later ones, or does not."""
+    q, k = torch.ones(1, 1, 4, 1), (torch.arange(12.0) * step).reshape(1, 1, 12, 1)
+    v = torch.randn(1, 1, 12, 3)
+    wanted = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    assert_near(host(F.flash_attention(q, k, v, scale=1.0, tile=(2, 1))), host(wanted), "float32", str(step))
 
 
 # --- five at once --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from device import host
 import tinygrad_tf as torch
 from tinygrad_tf import nn
 from tinygrad_tf.generation import KVCache, generate, inference
-from tinygrad_tf.generation.token_path import serves
+from tinygrad_tf.generation.token_path import next_logits, serves
 from tinygrad_tf.models import Decoder, Encoder, EncoderDecoder, MiniGPT
 from tinygrad_tf.quantization import (
     INT4,
@@ -168,11 +168,24 @@ def test_it_writes_the_same_with_and_without_a_cache(build, method):
     assert texts[0] == texts[1] and len(texts[0][0]) == 9
 
 
-def test_the_short_path_for_a_token_leaves_it_to_the_forward_pass():
-    model, cache = quantize_model(minigpt(), CHANNEL), KVCache(2, 16)
+@pytest.mark.host("the path is for NumPy arrays alone")
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+@pytest.mark.parametrize("scheme", [CHANNEL, GROUP8], ids=["channel", "group"])
+def test_the_short_path_for_a_token_is_the_forward_pass(scheme, method):
+    """Also after other weights were loaded: its scales are those that the layers have now."""
+    model, caches = quantize_model(minigpt(), scheme, method, ids(2, 5)), [KVCache(2, 16) for _ in range(2)]
+    others = minigpt()
+    for p in others.parameters():
+        p.detach().mul_(1.5)
+    others = quantize_model(others, scheme, method, ids(2, 5)).state_dict()
     with inference(model):
-        model(ids(1, 3), cache=cache)
-    assert not serves(model, cache)
+        for cache in caches:
+            model(ids(1, 3), cache=cache)
+        for token in 4, 5:
+            assert serves(model, caches[0])
+            short, whole = next_logits(model, np.array([token]), caches[0]), model(torch.tensor([[token]]), cache=caches[1])[0]
+            np.testing.assert_allclose(short, host(whole)[:, 0], rtol=0, atol=1e-5)
+            model.load_state_dict(others)
 
 
 def test_a_state_dict_and_a_copy():

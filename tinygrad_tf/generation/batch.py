@@ -356,10 +356,8 @@ class Batch:
         """Logits [B, V] after the newest token of each row."""
         begin = time.perf_counter()
         newest = [row.ids[-1] for row in rows]
-        if self.source is None and token_path.serves(self.model, self.cache):
-            logits = constant(token_path.next_logits(self.model, np.array(newest), self.cache))
-        else:
-            logits = self._logits([[token] for token in newest], None, self.cache, rows)[:, -1]
+        found = None if self.source is not None else token_path.next_logits(self.model, np.array(newest), self.cache)
+        logits = self._logits([[token] for token in newest], None, self.cache, rows)[:, -1] if found is None else constant(found)
         self.speed.add("decode", len(rows), time.perf_counter() - begin)
         return logits
 
@@ -414,6 +412,8 @@ GREEDY = Sampler(temperature=0)
 
 def choose(logits, rows):
     """The next id of each row, drawn from its row of logits [B, V] by its sampler, with its generator."""
+    if len(rows) == 1 and not rows[0].sampler.uses_history:     # most often: the same in fewer words
+        return [rows[0].sampler(logits, None, rows[0].generator).item()]
     tokens = [None] * len(rows)
     for sampler in dict.fromkeys(row.sampler for row in rows):
         group = [i for i, row in enumerate(rows) if row.sampler is sampler]

@@ -11,7 +11,7 @@ QuantizedKVCache    8 or 4 bits a number                                        
 """
 import copy
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from numbers import Integral
 
 import numpy as np
@@ -64,7 +64,7 @@ class Cache:
     def lengths(self):
         """Tokens in each row, [B]; None before the first. RuntimeError where layers were filled one by one, and disagree."""
         first = self.layers[0].lengths
-        if any(not _same(first, layer.lengths) for layer in self.layers):
+        if not all(layer.lengths is first for layer in self.layers) and any(not _same(first, layer.lengths) for layer in self.layers):
             lengths = sorted({layer.length for layer in self.layers})
             raise RuntimeError(f"{type(self).__name__}: its layers hold {lengths} tokens, because a forward pass did not reach all of "
                                f"them; reset() it and read the text anew")
@@ -114,11 +114,10 @@ class Cache:
     def _places(self, starts, T, new):
         return Places(starts, T, new)
 
-    @contextmanager
     def _room(self, places):
         """Around a pass: ValueError where it does not fit; what was taken for it is given back after an error."""
         self._make_room(places)
-        yield
+        return nullcontext()
 
     def _make_room(self, places):
         """ValueError where the pass does not fit."""
@@ -156,7 +155,8 @@ class Cache:
         return np.concatenate([self._read_columns(B), np.ones((B, T), bool) if new is None else new], axis=1)
 
     def _even(self):
-        return self.lengths is None or not len(self.lengths) or bool((self.lengths == self.lengths[0]).all())
+        lengths = self.lengths
+        return lengths is None or len(set(lengths.tolist())) < 2
 
     # --- rows -----------------------------------------------------------------------------------------------------------
 
@@ -359,10 +359,11 @@ class LayerCache:
 
     def extend(self, k, v, places):
         """`update` on arrays, within a pass; nothing is checked."""
-        new = (k, v) if self.cache.codec is None else (*self._encode(k), *self._encode(v))
+        codec = self.cache.codec
+        new = (k, v) if codec is None else (*self._encode(k), *self._encode(v))
         self._write(new, places)
         out = new if places.fresh else self._read(new, places)
-        if self.cache.codec is None:
+        if codec is None:
             return out
         half = len(out) // 2
         return self._decode(out[:half]), self._decode(out[half:])
@@ -386,12 +387,13 @@ class LayerCache:
     # --- memory ---------------------------------------------------------------------------------------------------------
 
     def _write(self, new, places):
-        self._allocate(new, max(len(places), self.cache.rows), self.cache.slots(places.end))
+        cache = self.cache
+        self._allocate(new, max(len(places), cache.rows), cache.slots(places.end))
         for field, a in zip(self.fields, new):
             put(field, a, places)
 
     def _read(self, new, places):
-        return [field[:len(places), :, :places.num_keys] for field in self.fields]
+        return [field[places.seen] for field in self.fields]
 
     def _allocate(self, new, rows, slots):
         """Memory for so many rows and slots; what is there is kept."""
@@ -477,8 +479,8 @@ class LayerCache:
 
 def put(field, new, places):
     """field[b, :, position] = new[b, :, t] for every real token.    field: [rows, Hkv, slots, …]  new: [B, Hkv, T, …]"""
-    if places.new is None and places.aligned and len(places):
-        field[:len(places), :, places.start:places.start + places.T] = new
+    if places.written is not None:
+        field[places.written] = new
         return
     b, t = (places.index(device_of(field), f"real {i}", lambda i=i: places.real[i]) for i in range(2))
     slots = places.index(device_of(field), "slots", lambda: places.queries[places.real])

@@ -1,6 +1,4 @@
 """Who stands where, and sees whom, when a model reads new tokens after cached ones (guide 9.8, 15.2)."""
-import functools
-
 import numpy as np
 
 from ..autograd import constant
@@ -19,6 +17,9 @@ class Places:
     aligned         key j of every row is its token j, or the pass is the first, and its keys are its own columns: then causality
                     by index, and `new`, say it all, and no mask [B, T, S] is made
     fresh           no row holds anything yet: the keys are the new columns themselves, padding included
+    start, end      how many tokens each row holds, where all hold as many; how many the longest holds afterwards
+    num_keys        S
+    written, seen   where in a layer's arrays [rows, Hkv, slots, Dh] the new tokens lie, None if they are not one block; where the keys do
     window, sinks   of a rolling cache: token q sees keys q − window + 1 … q, and the first `sinks`
 
     All of these are NumPy on the host. What goes to a device is made once, for all layers.
@@ -27,29 +28,17 @@ class Places:
     def __init__(self, starts, T, new=None, keys=None, window=None, sinks=0):
         self.starts, self.T, self.new, self.window, self.sinks = starts, T, new, window, sinks
         self.ends = starts + (T if new is None else new.sum(axis=1))
-        self.fresh = not starts.any()
-        even = len(starts) == 0 or bool((starts == starts[0]).all())
-        self.aligned = keys is None and (self.fresh or (new is None and even))
-        self._keys, self._made = keys, {}
+        self._keys, self._made, held = keys, {}, starts.tolist()        # a list: of a few numbers it is several times faster than an array
+        even, self.fresh, self.start = new is None and len(set(held)) < 2, not any(held), held[0] if held else 0
+        self.aligned = keys is None and (self.fresh or even)
+        self.end = self.start + T if even and held else max(self.ends.tolist(), default=0)
+        self.num_keys = keys.shape[1] if keys is not None else T if self.fresh else self.end
+        rows, block = slice(len(held)), slice(self.start, self.start + T)
+        self.written = (rows, slice(None), block) if new is None and self.aligned and held else None
+        self.seen = rows, slice(None), slice(self.num_keys)
 
     def __len__(self):
         return len(self.starts)
-
-    @functools.cached_property
-    def start(self):
-        """How many tokens each row holds, where all hold as many."""
-        return int(self.starts[0]) if len(self.starts) else 0
-
-    @functools.cached_property
-    def end(self):
-        """The longest row, afterwards."""
-        return int(self.ends.max()) if len(self.ends) else 0
-
-    @functools.cached_property
-    def num_keys(self):
-        if self._keys is not None:
-            return self._keys.shape[1]
-        return self.T if self.fresh else self.end
 
     @property
     def queries(self):

@@ -4,6 +4,7 @@ A step writes −inf for an id that it removes, and such an id has probability 0
 leave their argument as it is (one that removes nothing may return it), and record no graph. A row that holds NaN or +inf, or
 −inf alone, has no distribution: `Sampler` refuses it, the steps do not look. V is the size of the vocabulary.
 """
+import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -12,7 +13,7 @@ import numpy as np
 from .. import creation
 from ..arguments import require_tensors, type_name
 from ..autograd import Tensor, array_of, constant
-from ..backend import CPU, first_outside, to_device
+from ..backend import CPU, device_of, first_outside, to_device
 from ..dtypes import float32, float64
 from ..ops.index import where
 from ..ops.shape import cat
@@ -161,7 +162,7 @@ class Sampler:
         """
         scores = self._scores(logits, history)
         ids = constant(scores.array.argmax(axis=-1)[:, None]) if self.is_greedy else _drawn(self._kept(scores), generator)
-        return ids.to(logits.device)
+        return ids if device_of(logits.array) is CPU else ids.to(logits.device)
 
     def probabilities(self, logits, history=None):
         """With what probability each id is drawn: a float64 NumPy array [B, V] whose rows sum to 1; 0 for what a step removed.
@@ -173,14 +174,15 @@ class Sampler:
 
     def _scores(self, logits, history):
         """Steps 1 and 2, on the host."""
-        logits = _rows("sample", logits).cpu()
+        logits = _rows("sample", logits)
+        logits = logits if device_of(logits.array) is CPU else logits.cpu()
         if self.logit_bias is not None:
             logits = _biased(logits, self.logit_bias)
         if self.uses_history:
             if history is None:
                 raise ValueError("sample: a penalty is set, so the sampler needs history, the ids so far of each row")
             logits = penalize(logits, history, self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        if not np.isfinite(logits.array.max(axis=-1)).all():
+        if not all(map(math.isfinite, logits.array.max(axis=-1).tolist())):
             raise ValueError("sample: a row of logits holds NaN or +inf, or is all -inf; nothing can be drawn from it")
         return logits
 
@@ -212,7 +214,7 @@ def _drawn(logits, generator):
 def _rows(op, logits):
     """The logits [B, V] without their history; integers as floats, for −inf is one."""
     require_tensors(op, logits=logits)
-    if logits.ndim != 2 or logits.shape[1] == 0:
+    if logits.array.ndim != 2 or logits.array.shape[1] == 0:
         raise ValueError(f"{op}: logits must have shape [B, V_vocab] with at least one id to draw, got {tuple(logits.shape)}")
     return logits.detach() if logits.is_floating_point() else logits.to(float32)
 

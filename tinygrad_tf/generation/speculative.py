@@ -227,8 +227,10 @@ class ModelDraft(Draft):
     def _read(self, parts, cache):
         """Logits [B, V] after the last of the new ids of each row; where there are none, of no meaning."""
         ids, valid = padded(parts, "right")
-        if ids.shape[1] == 1 and valid is None and cache.lengths is not None and token_path.serves(self.model, cache):
-            return constant(token_path.next_logits(self.model, ids[:, 0], cache))
+        if ids.shape[1] == 1 and valid is None and cache.lengths is not None:
+            logits = token_path.next_logits(self.model, ids[:, 0], cache)
+            if logits is not None:
+                return constant(logits)
         device = device_of_model(self.model)
         options = {} if valid is None else {"valid_tokens": tensor(valid, device=device)}
         logits = self.model(tensor(ids, device=device), cache=cache, **options)[0]

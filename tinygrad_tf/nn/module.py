@@ -6,7 +6,7 @@ A module keeps three tables, each from a name to an object: `_parameters`, `_buf
 import itertools
 from collections import OrderedDict, namedtuple
 
-from ..autograd import no_grad
+from ..autograd import is_gathering, no_grad
 from ..backend import is_writable
 from ..dtypes import as_dtype
 from ..tensor import Tensor, device_and_dtype
@@ -179,6 +179,9 @@ class Module:
                     raise TypeError(f"{self._get_name()}.{name} is registered as a {kind}: cannot assign a {type(value).__name__} "
                                     f"to it (a {kind} or None expected); to change its values write into it under no_grad(), "
                                     f"as with copy_()")
+                if is_gathering():
+                    raise RuntimeError(f"{self._get_name()}.{name} is a {kind}, and was assigned to while threads share the module: which "
+                                       f"of them comes last is chance; assign outside of the shards, or use one thread")
                 self.__dict__[table][name] = value
                 return True
         return False

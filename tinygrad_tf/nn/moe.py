@@ -93,6 +93,7 @@ class Routing(NamedTuple):
 
 
 _open = threading.local()
+_counting = threading.Lock()            # shards of a batch count in the same layer
 
 
 @contextlib.contextmanager
@@ -109,6 +110,11 @@ def routings():
         yield routed
     finally:
         _open.lists = before
+
+
+def is_collecting():
+    """Whether this thread is within `routings`."""
+    return bool(getattr(_open, "lists", ()))
 
 
 # --- the router -----------------------------------------------------------------------------------------------------
@@ -257,7 +263,8 @@ class _Mixture(Module):
         plan = plan_dispatch(experts.array.reshape(-1, k), self.router.num_experts, self._capacity(x, valid), valid)
         routing = Routing(r, experts, weights, plan, valid_tokens)
         if self.training and self.router.expert_bias is not None:
-            self._wanted += plan.wanted
+            with _counting:
+                self._wanted += plan.wanted
         for routed in getattr(_open, "lists", ()):
             routed.append(routing)
         return routing

@@ -3,6 +3,8 @@
 Measured on float32 rows of 64: the maximum by argmax is 4 times faster than `max`, a sum as a product with ones 7 times
 faster than `sum`. Small arrays (a call costs more than its work), CuPy and half precision take the plain form.
 """
+import math
+
 import numpy as np
 
 from ..backend import array_module, scatter_add
@@ -30,6 +32,21 @@ def max_along(x, axis):
     return rows[np.arange(len(rows)), rows.argmax(axis=1)].reshape(*x.shape[:-1], 1)
 
 
+MODERATE = 60                                   # of the exponent: e^60 times 10¹² is a float32, and e^−60 / 10¹² too
+
+
+def exp_of_moderate(x):
+    """(eˣ, Σ eˣ over the last axis) where no row needs its maximum taken off first, so that softmax is two passes shorter.
+
+    That is where no x is above 60, and in each row one above about −60: nothing overflows, and nothing that counts is lost. Else Nones.
+    """
+    if not _has_fast_rows(x, -1) or not x.max() < MODERATE:             # nor where it is NaN
+        return None, None
+    y = np.exp(x)
+    total = sum_along(y, -1)
+    return (y, total) if total.min() > math.exp(-MODERATE) else (None, None)
+
+
 def sum_along(x, axis):
     """Σ over one axis or several, which stay with size 1."""
     if not _has_fast_rows(x, axis):
@@ -48,10 +65,32 @@ def dot_along(a, b, axis):
 def scatter_rows(n, ids, rows):
     """[n, C]: row i is the sum of those `rows` [..., C] whose id is i.
 
-    As one flat array: NumPy's `add.at` is 6 times faster on one axis than on rows, and as fast as a sort or a one-hot GEMM.
+    As one flat array: NumPy's `add.at` is 6 times faster on one axis than on rows. Two numbers at a time, as one complex number, where C
+    is even: the same sums in 0.6 of the time. A sort, a loop and a one-hot GEMM are rarely faster, and often slower, for n of 65 to 50,000.
     """
     xp, size = array_module(rows), rows.shape[-1]
-    total = xp.zeros(n * size, dtype=rows.dtype)
-    place = ids.reshape(-1, 1).astype(np.int64) * size + xp.arange(size)
-    scatter_add(total, place.reshape(-1), rows.reshape(-1))
-    return total.reshape(n, size)
+    total = xp.zeros((n, size), dtype=rows.dtype)
+    unit = np.dtype(rows.dtype.char.upper() if xp is np and size % 2 == 0 and rows.dtype.char in "fd" else rows.dtype)
+    width = size * rows.dtype.itemsize // unit.itemsize
+    place = ids.reshape(-1, 1).astype(np.int64) * width + xp.arange(width)
+    scatter_add(total.reshape(-1).view(unit), place.reshape(-1), rows.ravel().view(unit))
+    return total
+
+
+PIECE = 1 << 16                                 # elements: 256 KiB of float32, of which an L2 cache holds several
+
+
+def in_pieces(function, x):
+    """function(x), a tuple of arrays like x, of a function that acts on elements of one axis: a piece at a time, which stays in the cache.
+
+    Half of the time of a formula of a dozen steps on millions of elements; smaller pieces lose it again to NumPy's cost of a call.
+    """
+    flat = x.reshape(-1)
+    if x.size <= 2 * PIECE or array_module(x) is not np:
+        return tuple(whole.reshape(x.shape) for whole in function(flat))
+    results = [np.empty_like(flat) for _ in function(flat[:0])]
+    for start in range(0, x.size, PIECE):
+        piece = slice(start, start + PIECE)
+        for whole, part in zip(results, function(flat[piece])):
+            whole[piece] = part
+    return tuple(whole.reshape(x.shape) for whole in results)

@@ -6,7 +6,7 @@ from ..backend import array_module, at_least_float32
 from ..kernels import fused
 from ..special import erf as erf_of
 from ..special import polynomial
-from ._rows import require_float
+from ._rows import in_pieces, require_float
 from .arithmetic import as_float, sigmoid
 from .shape import chunk
 
@@ -61,84 +61,90 @@ class Erf(Function):
         return dy * (2 / math.sqrt(math.pi) * array_module(x).exp(-x * x))
 
 
-class Gelu(Function):
-    """y = x · Φ(x),  Φ(x) = (1 + erf(x/√2)) / 2.    dx = dy · (Φ(x) + x · φ(x)),  φ(x) = e^(−x²/2) / √(2π)
+class Smooth(Function):
+    """y = f(x),  dx = dy · f′(x). The slope f′ is computed while f is at hand: cheaper than keeping x and starting again.
 
-    The slope is computed here, while Φ is at hand: cheaper than keeping x and starting again.       (guide 9.2)
+    Subclasses define curve(xp, x, wanted), which returns (f(x), f′(x)), or (f(x),) where no slope is wanted; and the name of their kernel.
     """
 
     def forward(self, x):
-        xp, x32 = array_module(x), at_least_float32(require_float("gelu", x))
+        x32, wanted = at_least_float32(require_float(self.kernel, x)), self.needs[0]
         if fused.serves(x32):
-            y, self.saved = fused.activation(x32, "gelu", self.needs[0])
-            return y.astype(x.dtype, copy=False)
-        cdf = erf_of(x32 * math.sqrt(0.5))
+            y, self.saved = fused.activation(x32, self.kernel, wanted)
+        else:
+            y, *slopes = in_pieces(lambda part: self.curve(array_module(x), part, wanted), x32)
+            self.saved = slopes[0] if wanted else None
+        return y.astype(x.dtype, copy=False)
+
+
+class Gelu(Smooth):
+    """y = x · Φ(x),  Φ(x) = (1 + erf(x/√2)) / 2.    dx = dy · (Φ(x) + x · φ(x)),  φ(x) = e^(−x²/2) / √(2π)       (guide 9.2)"""
+    kernel = "gelu"
+
+    def curve(self, xp, x, wanted):
+        cdf = erf_of(x * math.sqrt(0.5))
         cdf += 1
         cdf *= 0.5
-        y = x32 * cdf
-        if self.needs[0]:
-            pdf = xp.exp(x32 * x32 * -0.5)
-            pdf *= 1 / math.sqrt(2 * math.pi)
-            pdf *= x32
-            pdf += cdf
-            self.saved = pdf
-        return y.astype(x.dtype, copy=False)
+        y = x * cdf
+        if not wanted:
+            return y,
+        pdf = x * x
+        pdf *= -0.5
+        xp.exp(pdf, out=pdf)
+        pdf *= 1 / math.sqrt(2 * math.pi)
+        pdf *= x
+        pdf += cdf
+        return y, pdf
 
     def backward(self, dy):
         slope = self.saved
         return dy * slope
 
 
-class GeluTanh(Function):
+class GeluTanh(Smooth):
     """y = x · σ(2u),  u = √(2/π) · (x + 0.044715 x³),  σ(2u) = (1 + tanh u) / 2.       (guide 9.2)
 
     dx = dy · (σ + 2 u′ · y · (1 − σ)),  u′ = √(2/π) · (1 + 3 · 0.044715 x²)
     """
+    kernel = "gelu_tanh"
 
-    def forward(self, x):
-        xp, x32 = array_module(x), at_least_float32(require_float("gelu", x))
-        if fused.serves(x32):
-            y, self.saved = fused.activation(x32, "gelu_tanh", self.needs[0])
-            return y.astype(x.dtype, copy=False)
+    def curve(self, xp, x, wanted):
         c = math.sqrt(2 / math.pi)
-        square = x32 * x32                      # x³ as a product: float32 x**3 calls pow, 200 times slower
+        square = x * x                          # x³ as a product: float32 x**3 calls pow, 200 times slower
         u = polynomial(square, (0.044715 * c, c))
-        u *= x32
-        gate = xp.tanh(u)
+        u *= x
+        gate = xp.tanh(u, out=u)
         gate += 1
         gate *= 0.5
-        y = x32 * gate
-        if self.needs[0]:
-            slope = polynomial(square, (6 * 0.044715 * c, 2 * c))
-            slope *= 1 - gate                   # 0 far out: before y, so that the product cannot overflow
-            slope *= y
-            slope += gate
-            self.saved = slope
-        return y.astype(x.dtype, copy=False)
+        y = x * gate
+        if not wanted:
+            return y,
+        slope = polynomial(square, (6 * 0.044715 * c, 2 * c))
+        slope *= 1 - gate                       # 0 far out: before y, so that the product cannot overflow
+        slope *= y
+        slope += gate
+        return y, slope
 
     def backward(self, dy):
         slope = self.saved
         return dy * slope
 
 
-class Silu(Function):
+class Silu(Smooth):
     """y = x · σ(x),  σ(x) = 1 / (1 + e⁻ˣ).    dx = dy · (σ + y · (1 − σ))       (guide 10.3)"""
+    kernel = "silu"
 
-    def forward(self, x):
-        xp, x32 = array_module(x), at_least_float32(require_float("silu", x))
-        if fused.serves(x32):
-            y, self.saved = fused.activation(x32, "silu", self.needs[0])
-            return y.astype(x.dtype, copy=False)
-        gate = xp.exp(-x32)                     # e^large is inf and 1/inf the right 0; tanh would round small σ away
+    def curve(self, xp, x, wanted):
+        gate = xp.exp(-x)                       # e^large is inf and 1/inf the right 0; tanh would round small σ away
         gate += 1
         gate = 1 / gate
-        y = x32 * gate
-        if self.needs[0]:
-            slope = 1 - gate
-            slope *= y
-            slope += gate
-            self.saved = slope
-        return y.astype(x.dtype, copy=False)
+        y = x * gate
+        if not wanted:
+            return y,
+        slope = 1 - gate
+        slope *= y
+        slope += gate
+        return y, slope
 
     def backward(self, dy):
         slope = self.saved

@@ -12,7 +12,7 @@ from ..arguments import described, require_bools
 from ..autograd import LOW, Function, autocasted, constant
 from ..backend import array_module, at_least_float32
 from ..dtypes import is_float
-from ._rows import dot_along, max_along, sum_along
+from ._rows import dot_along, exp_of_moderate, max_along, sum_along
 
 
 class Attention(Function):
@@ -72,15 +72,17 @@ class AttentionWeights(Function):
 
 
 def weights(q, k, bias, scale):
-    """softmax(scale · q kᵀ + bias) in one buffer. A row that sees nothing is zeros, not the NaN of 0/0."""
+    """softmax(scale · q kᵀ + bias). A row that sees nothing is zeros, not the NaN of 0/0."""
     z = (q * scale) @ _swap(k)                  # scaling q costs Tq · Dh products, scaling z Tq · Tk
-    if bias is None:
-        return _softmax(z, max_along(z, -1))
-    z = _add(z, bias)
+    z = z if bias is None else _add(z, bias)
+    p, total = exp_of_moderate(z)
+    if p is not None:
+        p /= total
+        return p
     top = max_along(z, -1)
-    if not (top < np.inf).all():                # NaN or inf: the whole row becomes NaN, also where it is blocked
+    if bias is not None and not (top < np.inf).all():       # NaN or inf: the whole row becomes NaN, also where it is blocked
         return _weights_of_visible(z, _blocked(bias, z))
-    return _softmax(z, _finite(top))
+    return _softmax(z, top if bias is None else _finite(top))
 
 
 def _softmax(z, top):
@@ -166,7 +168,7 @@ def _blocked(bias, z):
 
 def _is_finite(*arrays):
     """Whether all elements are; None counts as finite. One answer for all of them: on a GPU the host waits for it."""
-    total = sum(x.sum() for x in arrays if x is not None)
+    total = sum(array_module(x).vdot(x, x) for x in arrays if x is not None)     # 3 times faster than x.sum()
     return bool(array_module(*arrays).isfinite(total))
 
 

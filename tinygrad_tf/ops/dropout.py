@@ -27,7 +27,7 @@ def draw_keep(x, p, shape=None):
     shape = x.shape if shape is None else shape
     if array_module(x) is not np:
         return philox.keep(x, p, shape)
-    return random.default_generator.dropout_keep(shape, p) * x.dtype.type(1 / (1 - p) if p < 1 else 0)
+    return random.chosen().dropout_keep(shape, p) * x.dtype.type(1 / (1 - p) if p < 1 else 0)
 
 
 def dropout(input, p=0.5, training=True, inplace=False):

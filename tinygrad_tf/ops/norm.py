@@ -40,18 +40,14 @@ class LayerNorm(Function):
         rows = as_rows(at_least_float32(dy), self.axes)
         if fused.serves(rows):
             return _fused_backward(self, rows, dy.shape, centred=True)
-        size = rows.shape[1]
-        dx = dw = None
+        dx, dw, size = None, rows * x_hat, rows.shape[1]
         if self.needs[0]:
-            g = rows if w is None else rows * w.reshape(-1)
-            dx = x_hat * (dot_along(g, x_hat, -1) / -size)
-            dx += g
-            dx -= sum_along(g, -1) / size
+            dx = rows.copy() if w is None else rows * w.reshape(-1)
+            dx -= x_hat * (_weighted_sum(dw, w) / size)
+            dx -= _weighted_sum(rows, w) / size
             dx *= r
             dx = dx.reshape(dy.shape)
-        if self.needs[1]:
-            dw = (rows * x_hat).reshape(dy.shape)
-        return dx, dw, dy
+        return dx, dw.reshape(dy.shape) if self.needs[1] else None, dy
 
 
 class RMSNorm(Function):
@@ -77,16 +73,18 @@ class RMSNorm(Function):
         rows = as_rows(at_least_float32(dy), self.axes)
         if fused.serves(rows):
             return _fused_backward(self, rows, dy.shape, centred=False)[:2]
-        dx = dw = None
+        dx, dw = None, rows * x_hat
         if self.needs[0]:
-            g = rows if w is None else rows * w.reshape(-1)
-            dx = x_hat * (dot_along(g, x_hat, -1) / -rows.shape[1])
-            dx += g
+            dx = rows.copy() if w is None else rows * w.reshape(-1)
+            dx -= x_hat * (_weighted_sum(dw, w) / rows.shape[1])
             dx *= r
             dx = dx.reshape(dy.shape)
-        if self.needs[1]:
-            dw = (rows * x_hat).reshape(dy.shape)
-        return dx, dw
+        return dx, dw.reshape(dy.shape) if self.needs[1] else None
+
+
+def _weighted_sum(rows, w):
+    """Σ_c w_c · rows_c, as a column: the sum of g = dy · w, or of g · x̂, without an array for it."""
+    return sum_along(rows, -1) if w is None else (rows @ w.reshape(-1))[:, None]
 
 
 def _fused_backward(op, rows, shape, centred):

@@ -23,16 +23,16 @@ from ..kernels.flash import LONGEST
 from ..philox import draw_key
 from .attention import Attention, _bias, _check, _check_alone, _check_value, _score_shape, checked_scale, group, group_mask, shared_heads
 from .dropout import draw_keep
-from .flash_attention import Band, Plan, TiledAttention
+from .flash_attention import AT_ONCE, Band, Plan, TiledAttention
 from .index import where
 from .kernel_attention import KernelAttention, refusal, widest_head
 
 BACKENDS = ("dense", "tiled", "cuda", "emulator")
 # Up to so many scores, [..., Tq, Tk], dense is chosen: where measured (docs/flash_attention.md) it is as fast as tiles, or faster.
 DENSE_SCORES = 1 << 24                          # 64 MiB of float32
-DENSE_SCORES_OF_A_BAND = 1 << 21                # causal or a window: tiles save work
+DENSE_SCORES_OF_A_BAND = 1 << 20                # causal or a window: tiles save work
 DENSE_SCORES_ON_GPU = 1 << 18                   # an estimate
-TILE_SCORES = 1 << 18                           # of a tile, all heads together: 1 MiB of float32, about a core's second cache
+SMALL_PRODUCT = 10**6                           # multiplications up to which OpenBLAS packs nothing, with AVX-512: a third faster
 
 _forced = ContextVar("sdpa_backend", default=())        # the _Forced around this place, the innermost last
 
@@ -298,7 +298,7 @@ def _dense(query, key, value, sight, dropout_p, scale, shape):
 def _tiled(query, key, value, sight, dropout_p, scale, shape):
     def mod(rows, keys):
         return sight.mod(rows, keys).array
-    plan = Plan(sight.band, _tile(shape, array_module(query.array)), scale, (draw_key(), dropout_p) if dropout_p else None,
+    plan = Plan(sight.band, _tile(query, value, shape), scale, (draw_key(), dropout_p) if dropout_p else None,
                 sight.mod and mod)
     return TiledAttention.apply(query, key, value, sight.bias, sight.allowed, sight.valid_tokens, plan)
 
@@ -307,12 +307,23 @@ def _kernel(query, key, value, sight, scale):
     return KernelAttention.apply(query, key, value, sight.valid_tokens, sight.band, scale)
 
 
-def _tile(shape, xp):
-    """The tile that is forced, or squares of a power of two, so that the scores of all heads stay in the cache.    shape: [..., Tq, Tk]"""
+def _tile(query, value, shape):
+    """The tile that is forced, or one whose products are fast.    shape: [..., Tq, Tk] of the scores
+
+    CPU: products of a tile are small ones, for three heads or more; for fewer, what a call costs counts for more.
+    """
     _, forced = _obeyed()
     if forced is not None:
         return forced
-    scores, largest = (TILE_SCORES, 256) if xp is np else (1 << 24, 2048)       # a GPU wants few launches, not small tiles
-    side = math.isqrt(scores // max(1, math.prod(shape[:-2])))
-    side = min(largest, max(64, 1 << side.bit_length() - 1 if side else 64))
-    return side, side
+    heads, width = max(1, math.prod(shape[:-2])), 1 + max(query.array.shape[-1], value.array.shape[-1])
+    if array_module(query.array) is not np:                 # a GPU wants few launches, not small tiles
+        side = max(64, min(2048, 1 << max(1, math.isqrt((1 << 24) // heads)).bit_length() - 1))
+        return side, side
+    scores = SMALL_PRODUCT // width if heads > 2 else AT_ONCE // heads
+    rows = _sixteens(min(math.isqrt(scores), 256, max(64, shape[-2] // 4)))
+    return rows, _sixteens(min(scores // rows, 512))
+
+
+def _sixteens(n):
+    """n rounded down to a multiple of 16, the floats of a vector register; 16 at least."""
+    return max(16, n // 16 * 16)

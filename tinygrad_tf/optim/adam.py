@@ -28,15 +28,15 @@ class Adam(Optimizer):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"{self._name()}: Invalid beta parameter at index {i}: {beta}, expected 0 <= beta < 1")
 
-    def update(self, p, g, state, group):
+    def rule(self, p, state, group):
         if not state:
             self.start(p, state, group)
-        state["step"].array += 1
-        t, m, v = float(state["step"].array), state["exp_avg"].array, state["exp_avg_sq"].array
+        t, m, v = float(state["step"].array) + 1, state["exp_avg"].array, state["exp_avg_sq"].array
         largest = state["max_exp_avg_sq"].array if group["amsgrad"] else None
+        state["step"].array.fill(t)
         lr, betas, eps = float(group["lr"]), tuple(map(float, group["betas"])), float(group["eps"])
         step = fused.adam if fused.can_step(p, m, v, largest) else adam_step
-        step(p, g, m, v, largest, t, lr, betas, eps, group["maximize"], *self.decay(lr, float(group["weight_decay"])))
+        return step, (m, v, largest), (t, lr, betas, eps, group["maximize"], *self.decay(lr, float(group["weight_decay"])))
 
     def start(self, p, state, group):
         """The state of a parameter's first step: t, m and v are zero."""
@@ -58,8 +58,8 @@ def adam_step(p, g, m, v, largest, t, lr, betas, eps, maximize=False, penalty=0.
     g = g + penalty * p if penalty else g
     if shrink != 1:
         p *= shrink
-    work = xp.subtract(g, m, out=xp.empty_like(p))          # one temporary, used for every term in turn; an array also in 0-d
-    work *= 1 - beta1
+    work = xp.multiply(g, 1 - beta1, out=xp.empty_like(p))  # one temporary, used for every term in turn; an array also in 0-d
+    m *= beta1
     m += work                                   # β₁ m + (1 − β₁) g
     xp.square(g, out=work)
     work *= 1 - beta2
@@ -68,7 +68,7 @@ def adam_step(p, g, m, v, largest, t, lr, betas, eps, maximize=False, penalty=0.
     if largest is not None:
         v = xp.maximum(largest, v, out=largest)
     xp.sqrt(v, out=work)
-    work /= math.sqrt(1 - beta2 ** t)
+    work *= 1 / math.sqrt(1 - beta2 ** t)       # a product costs half of a division
     work += eps                                 # √v̂ + eps
     xp.divide(m, work, out=work)
     work *= lr / (1 - beta1 ** t)

@@ -1,12 +1,16 @@
 """`Optimizer`: parameter groups, state by parameter, and the loop that all update rules share."""
 import math
+import sys
 from collections import defaultdict
 
+import numpy as np
+
 from ..autograd import constant, enable_grad, no_grad
-from ..backend import check_one_device, is_writable
+from ..backend import check_one_device, is_writable, owner
 from ..creation import tensor
 from ..dtypes import is_bfloat16, widened
 from ..tensor import Tensor
+from . import pieces
 
 
 class Optimizer:
@@ -14,6 +18,11 @@ class Optimizer:
 
         update(self, p, g, state, group)    changes the array p in place, given the array g of its gradient
 
+    or, where each element of p goes its own way,
+
+        rule(self, p, state, group)         (step, arrays, numbers): step(p, g, *arrays, *numbers) writes into p and the arrays of its state
+
+    `update` is called for each parameter. With a `rule` alone, those that have the same numbers are joined or cut: see pieces.py.
     `param_groups` is a list of dictionaries {"params": [...], "lr": …, …}; `state` holds a dictionary for each parameter
     that was ever updated. A parameter whose `.grad` is None is left out entirely: no decay, no momentum, no step count.
     From (name, tensor) pairs, as of `model.named_parameters()`, a group also keeps its "param_names". `foreach` and `fused`,
@@ -115,16 +124,18 @@ class Optimizer:
             with enable_grad():
                 loss = closure()
         with no_grad():
-            for p, options in self._waiting():
-                self._update(p, options)
-                p.version.writes += 1
+            waiting = self._waiting()
+            update = self._update_together if type(self).update is Optimizer.update and _are_apart(waiting) else self._update_each
+            for params, options in waiting:
+                for p in params:
+                    p.version.writes += 1       # before: also where an update fails half-way
+                update(params, options)
         return loss
 
     def _waiting(self):
-        """(parameter, the options of its group) for all that have a gradient: checked together, before the first of them moves."""
-        waiting = [(p, options) for group in self.param_groups for options in [_as_numbers(group)] for p in group["params"]
-                   if p.grad is not None]
-        for p, _ in waiting:
+        """(parameters with a gradient, options) of each group: checked together, before the first of them moves."""
+        waiting = [([p for p in group["params"] if p.grad is not None], _as_numbers(group)) for group in self.param_groups]
+        for p in (p for params, _ in waiting for p in params):
             self._check_devices(p)
             if not is_writable(p.array):
                 raise RuntimeError(f"{self._name()}: a parameter of shape {tuple(p.shape)} cannot be updated in place: it is expanded, "
@@ -134,9 +145,27 @@ class Optimizer:
 
     def _check_devices(self, p):
         """RuntimeError where a parameter has moved and what belongs to it has not. The step count is a number on the CPU."""
+        if "cupy" not in sys.modules:           # there is one device only
+            return
         state = [value.array for name, value in self.state.get(p, {}).items() if isinstance(value, Tensor) and name != "step"]
         check_one_device(f"{self._name()} (a parameter, its gradient and its state; call model.to(device) before the first step, or "
                          f"load the optimizer's state_dict() anew after it)", [p.array, p.grad.array, *state])
+
+    def _update_each(self, params, options):
+        for p in params:
+            self._update(p, options)
+
+    def _update_together(self, params, options):
+        """One run of the rule for all that it treats alike. A GPU would only have more to launch, and bfloat16 is widened first."""
+        alike = defaultdict(list)
+        for p in params:
+            if not isinstance(p.array, np.ndarray) or is_bfloat16(p.array):
+                self._update(p, options)
+            else:
+                step, arrays, numbers = self.rule(p.array, self.state[p], options)
+                alike[p.array.dtype, step, numbers].append((p.array, p.grad.array, *arrays))
+        for (_, step, numbers), parameters in alike.items():
+            pieces.run(step, parameters, numbers)
 
     def _update(self, p, options):
         """`update` of one parameter. For bfloat16 it gets float32, and what it has written is rounded."""
@@ -149,6 +178,10 @@ class Optimizer:
                          for name, value in state.items()}
 
     def update(self, p, g, state, group):
+        step, arrays, numbers = self.rule(p, state, group)
+        step(p, g, *arrays, *numbers)
+
+    def rule(self, p, state, group):
         raise NotImplementedError(f"{self._name()} defines no update(p, g, state, group)")
 
     # --- saving and loading ---------------------------------------------------------------------------------------------
@@ -208,6 +241,13 @@ _SPOKEN = {"lr": "learning rate", "weight_decay": "weight_decay value", "eps": "
 
 def _with_array(function, value):
     return constant(function(value.array)) if isinstance(value, Tensor) else value
+
+
+def _are_apart(waiting):
+    """True where no parameter lies in the memory of another, or of its gradient: then it does not matter which moves first."""
+    params = [p for params, _ in waiting for p in params]
+    owners = {id(owner(p.array)) for p in params}
+    return len(owners) == len(params) and owners.isdisjoint([id(owner(p.grad.array)) for p in params])
 
 
 def _as_numbers(group):

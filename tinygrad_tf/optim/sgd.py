@@ -23,22 +23,21 @@ class SGD(Optimizer):
             raise ValueError("SGD: Nesterov momentum requires a momentum and zero dampening, got "
                              f"momentum={group['momentum']}, dampening={group['dampening']}")
 
-    def update(self, p, g, state, group):
+    def rule(self, p, state, group):
         lr, momentum, dampening, decay = (float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay"))
-        g = -g if group["maximize"] else g
-        if decay:
-            g = g + decay * p
-        if momentum:
-            b = self.accumulate(g, state, momentum, 1 - dampening)
-            g = g + momentum * b if group["nesterov"] else b
-        p -= lr * g
+        share = 1 - dampening
+        if momentum and state.get("momentum_buffer") is None:
+            state["momentum_buffer"], share = constant(array_module(p).zeros_like(p)), 1.0
+        b = state["momentum_buffer"].array if momentum else None
+        return sgd_step, (b,), (lr, momentum, share, decay, group["nesterov"], group["maximize"])
 
-    def accumulate(self, g, state, momentum, share):
-        """b ← momentum · b + share · g in place; returns b."""
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = constant(array_module(g).array(g))       # of a 0-d array, −g is a scalar: an array again
-            return state["momentum_buffer"].array
-        b = state["momentum_buffer"].array
+
+def sgd_step(p, g, b, lr, momentum, share, decay, nesterov, maximize):
+    """The step as array operations, written into p and b (None without momentum); at the first step b is 0 and the share of g is 1."""
+    g = -g if maximize else g
+    g = g + decay * p if decay else g
+    if b is not None:
         b *= momentum
-        b += share * g
-        return b
+        b += g if share == 1 else share * g
+        g = g + momentum * b if nesterov else b
+    p -= lr * g

@@ -6,5 +6,6 @@ from .config import PRESETS, TrainConfig
 from .doctor import Case, Finding, Report, examine
 from .evaluation import Evaluation, evaluate, evaluate_ids, evaluate_text, multiple_choice, perplexity, summed_loss, write_samples
 from .overfit import Overfit, overfit_one_batch
+from .shards import Shards
 from .state import load_model
 from .trainer import Trainer

@@ -31,6 +31,7 @@ class TrainConfig:
     balance: str = setting("loss", "what keeps the experts equally loaded: loss (an auxiliary one), bias (in the router) or none")
     batch_size: int = setting(12, "B, windows of text a step")
     accumulation: int = setting(1, "parts of a batch, one after another, whose gradients add up to those of the whole: less memory")
+    threads: int = setting(1, "shards of a batch that are computed at once, on as many cores; another number rounds and drops otherwise")
     sampling: str = setting("random", "random: windows from anywhere; epochs: windows side by side, each once, then all in a new order")
     steps: int = setting(1200, "updates")
     lr: float = setting(4e-3, "peak learning rate")
@@ -48,7 +49,7 @@ class TrainConfig:
 
     def __post_init__(self):
         self._check_types()
-        for name in ("context", "dim", "layers", "heads", "batch_size", "steps", "eval_every", "keep"):
+        for name in ("context", "dim", "layers", "heads", "batch_size", "threads", "steps", "eval_every", "keep"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("lr", "clip"):
             self._require(name, 0 < getattr(self, name) <= LARGEST, "positive and finite")

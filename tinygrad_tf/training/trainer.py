@@ -32,6 +32,7 @@ from .evaluation import evaluate, predicted_bytes
 from .folder import locked, remove_leftovers
 from .metrics import Metrics, fields_of, norms_by_module
 from .parts import absolute, build_model, encode_split, make_optimizer, make_sampler, make_tokenizer, with_absolute_paths
+from .shards import Shards
 from .state import check_record, checked_device, fitting, join_tensors, load_weights, split_tensors, stored_weights, upgraded, versions
 from .validation import as_json, check_equal, check_metrics, check_moments, check_scaler
 
@@ -54,7 +55,9 @@ class Trainer:
         callbacks: of `training.Callback`, what looks on.
         """
         self.device = checked_device(device)            # a GPU that is not there is told before the work
+        check_threads(config, self.device)
         self.config, self.sources, self.folder = with_absolute_paths(config), absolute(sources), Path(folder)
+        self.shards = Shards(config.threads)
         text = load_text(sources)
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
         tokenizer = make_tokenizer(config.tokenizer, text, config.vocab_size)
@@ -109,18 +112,21 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         for part, share in batch.parts(self.config.accumulation):
-            loss += share * self._backward_of(part.to(self.device), share)
+            shards = [(shard.to(self.device), share * of_part) for shard, of_part in part.parts(self.config.threads)]
+            losses, loads = zip(*self.shards.map(self._backward_of, shards))
+            loss += sum(losses)
+            self._note_load(loads)
         self.scaler.unscale_(self.optimizer)
         self.observed.update(norms_by_module(self.model))
         return loss, clip_grad_norm_(self.model.parameters(), self.config.clip).item()
 
     def _backward_of(self, part, share):
-        """Adds the gradients of share · loss. Returns the loss."""
+        """Adds the gradients of share · loss. Returns share · loss, and the load of the fullest expert."""
         with self.autocast, routings() as routed:
             _, loss = self.model(**part)
             minimised = self._with_balance(loss, routed)
         self.scaler.scale(minimised * share).backward()
-        return loss.item()
+        return share * loss.item(), max((routing.max_load for routing in routed), default=None)
 
     def _update(self, loss, norm):
         """Moves the weights and the schedule by one step. False, and all stays, where the scaler leaves the step out."""
@@ -140,11 +146,14 @@ class Trainer:
 
     def _with_balance(self, loss, routed):
         """What is minimised: the loss of the text and, where the configuration says so, the balance loss of each mixture of experts."""
-        if routed:                                      # of the fullest expert, in units of its fair share
-            self.observed["expert_load"] = max(self.observed.get("expert_load", 0), *(routing.max_load for routing in routed))
         if not routed or self.config.balance != "loss":
             return loss
         return loss + BALANCE_WEIGHT * sum(routing.balance_loss() for routing in routed)
+
+    def _note_load(self, loads):
+        """Of the fullest expert in any part, in units of its fair share; None where there are no experts."""
+        if None not in loads:
+            self.observed["expert_load"] = max(self.observed.get("expert_load", 0), *loads)
 
     def _check_finite(self, name, value):
         """Stops before a NaN reaches the weights, or a checkpoint."""
@@ -160,7 +169,7 @@ class Trainer:
         process trains in the folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder), np.errstate(over="ignore", invalid="ignore"):         # what overflows is found by _check_finite
+        with locked(self.folder), self.shards, np.errstate(over="ignore", invalid="ignore"):       # _check_finite finds it
             remove_leftovers(self.folder)
             self.stopping = False
             self.save()                                 # a folder that cannot be written to shows before the work is done
@@ -266,10 +275,11 @@ class Trainer:
         return len(steps) > 0 and steps[-1] == self.step and self.evaluations_since_best() == 0
 
     @classmethod
-    def resume(cls, folder, sources=None, device=None, callbacks=(), steps=None):
+    def resume(cls, folder, sources=None, device=None, callbacks=(), steps=None, threads=None):
         """The run in a folder, as it was when its newest checkpoint was written; the text is read again. Raises CheckpointError.
 
-        steps: how many it is to have in all, where that is to change: its schedule is then the one of that length.
+        steps: how many it is to have in all, where that is to change: its schedule is then the one of that length. threads: of a batch,
+        where they are to be others from here on.
         A CheckpointWarning says where that checkpoint is damaged, and the one before it is used, or where versions differ.
         """
         with locked(folder):                            # whoever trains there now will write a newer one
@@ -278,6 +288,7 @@ class Trainer:
         with fitting(folder):
             state = upgraded(state)
             config, _ = check_record(tensors, state)
+            config = config if threads is None else dataclasses.replace(config, threads=threads)
             self = cls(config, sources or state["sources"], folder, device, callbacks)
             if self.fingerprint != state["text"]:
                 raise CheckpointError(f"the run in {folder} was trained on another text than {', '.join(self.sources)} holds now; "
@@ -324,6 +335,12 @@ class Trainer:
         options = {**self.optimizer.state_dict(), "state": {str(i): {} for i in range(len(params)) if self.step}}
         check_equal(state["optimizer"], as_json(options), "optimizer")
         self.optimizer.load_state_dict(join_tensors(state["optimizer"], tensors, "optimizer."))
+
+
+def check_threads(config, device):
+    if config.threads > 1 and device.type != "cpu":
+        raise ValueError(f"threads must be 1 on {device}, got {config.threads}: they share the cores of a CPU, and a GPU computes many "
+                         f"rows at once by itself")
 
 
 def rate_of(config):
