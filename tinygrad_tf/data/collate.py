@@ -59,10 +59,10 @@ class LMBatch:
         return self._parts(whole_number("LMBatch.parts", "n", n, least=1))
 
     def _parts(self, n):
-        whole, rows = self.num_targets, np.array_split(np.arange(len(self.token_ids)), n)
-        for some in rows:
-            part = self.rows(slice(some[0], some[-1] + 1)) if len(some) else None
-            if part is not None and part.num_targets:
+        whole, B = self.num_targets, len(self.token_ids)
+        for some in np.array_split(np.arange(B), min(n, B)) if B else ():
+            part = self.rows(slice(some[0], some[-1] + 1))
+            if part.num_targets:
                 yield part, part.num_targets / whole
 
     @property

@@ -128,7 +128,7 @@ def _parts(batch, n):
         raise ValueError(f"Shards.backward: some targets are {IGNORED} and do not count, so the shares of the parts are not those of their "
                          f"rows; pass an LMBatch, which counts them, or use Shards.map")
     (B,), = rows
-    return [(len(some) / B, *(x[some[0]:some[-1] + 1] for x in batch)) for some in np.array_split(np.arange(B), n) if len(some)]
+    return [(len(some) / B, *(x[some[0]:some[-1] + 1] for x in batch)) for some in np.array_split(np.arange(B), min(n, B))]
 
 
 def _checked_loss(loss):
