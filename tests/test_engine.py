@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import tinygrad_tf as tt
 from tinygrad_tf import autograd
 from tinygrad_tf.autograd import Function
+from tinygrad_tf.backend import array_module
 from tinygrad_tf.gradcheck import gradient_error
 from tinygrad_tf.tensor import Tensor
 
@@ -1231,3 +1232,54 @@ def test_an_assigned_gradient_that_cannot_be_written_is_added_to_all_the_same():
     p.grad = tt.ones(1).expand(3)
     (p * 2).sum().backward()
     assert p.grad.tolist() == [3, 3, 3]
+
+
+# --- operations that others write: what they hold stays theirs --------------------------------------------------------------------
+
+TABLE = np.full(3, 2.0)
+
+
+class Holding(Function):
+    """y = x · x / 2, whose gradient x is held in one of many places that the engine does not know."""
+
+    def forward(self, x, how):
+        self.how = how
+        self.kept, self.saved = {"attribute": (x, None), "list": (None, [x]), "dictionary": (None, {"x": x}), "nested": (None, ((x,),)),
+                                 "constant": (TABLE, None)}[how]
+        return x * x / 2 if how != "constant" else x * 2
+
+    def backward(self, dy):
+        return {"attribute": lambda: self.kept, "constant": lambda: self.kept, "list": lambda: self.saved[0],
+                "dictionary": lambda: self.saved["x"], "nested": lambda: self.saved[0][0]}[self.how]()
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "dictionary", "nested",
+                                 pytest.param("constant", marks=pytest.mark.host("the constant is an array of NumPy"))])
+def test_what_an_operation_of_ones_own_holds_is_not_written(how):
+    """Also not where it is a gradient that meets another one, at a leaf or on the way, and in a second backward."""
+    TABLE[...] = 2.0
+    x = tt.full((3,), 2.0, dtype=tt.float64, requires_grad=True)
+    h = x * 1
+    y = (Holding.apply(h, how) + Holding.apply(h, how) + Holding.apply(h, how)).sum() + Holding.apply(x, how).sum()
+    y.backward(retain_graph=True)
+    assert x.grad.tolist() == [8.0] * 3 and h.tolist() == [2.0] * 3 and TABLE.tolist() == [2.0] * 3
+    y.backward()
+    assert x.grad.tolist() == [16.0] * 3 and h.tolist() == [2.0] * 3 and TABLE.tolist() == [2.0] * 3 and x.tolist() == [2.0] * 3
+
+
+class SavesAView(Function):
+    def forward(self, x, view):
+        out = array_module(x).exp(x)
+        self.saved = view(out)
+        return out
+
+    def backward(self, dy):
+        return dy * self.saved.reshape(dy.shape)
+
+
+@pytest.mark.parametrize("view", [lambda a: a, lambda a: a[:], lambda a: a.T, lambda a: a.reshape(-1)], ids=["itself", "[:]", ".T", "flat"])
+def test_a_saved_view_of_the_result_is_guarded(view):
+    y = SavesAView.apply(leaf(3), view)
+    y.detach().mul_(5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

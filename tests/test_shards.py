@@ -356,6 +356,48 @@ def test_blas_has_one_thread_until_it_is_closed():
         assert counts() == {2}
 
 
+@pytest.mark.skipif(importlib.util.find_spec("threadpoolctl") is None, reason="threadpoolctl is not installed")
+def test_two_at_once_share_the_limit_whoever_is_closed_first():
+    """In a process of its own whose BLAS has two threads: one while either is open, two afterwards."""
+    code = """
+import threadpoolctl, numpy
+from tinygrad_tf.training import Shards
+def blas():
+    return {i["num_threads"] for i in threadpoolctl.threadpool_info() if i["user_api"] == "blas"}
+for order in (0, 1), (1, 0):
+    shards = Shards(2), Shards(3)
+    for one in shards:
+        one.map(lambda x: x, [(1,), (2,)])
+    seen = [blas()]
+    for i in order:
+        shards[i].close()
+        seen.append(blas())
+    assert seen == [{1}, {1}, {2}], seen
+"""
+    variables = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "2")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **variables})
+    assert done.returncode == 0 or "[{1}, {1}, {1}]" in done.stderr, done.stderr          # on one core BLAS never has two
+
+
+def test_several_threads_may_be_the_first_to_use_it():
+    for _ in range(20):
+        errors, begin = [], threading.Barrier(4)
+
+        def use(shards, errors=errors, begin=begin):
+            begin.wait()
+            try:
+                assert shards.map(lambda x: x + 1, [(1,), (2,)]) == [2, 3]
+            except Exception as error:
+                errors.append(error)
+        with Shards(2) as shards:
+            users = [threading.Thread(target=use, args=(shards,)) for _ in range(4)]
+            for user in users:
+                user.start()
+            for user in users:
+                user.join(30)
+        assert errors == []
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_has_threads_of_its_own():

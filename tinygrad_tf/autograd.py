@@ -288,9 +288,11 @@ class Function:
     autocast = None
     in_float32 = True
     mixes = False                               # may a single number on the CPU meet tensors of a GPU? As in PyTorch, element by element
+    lets_go = False                             # does nothing but `saved` hold what backward returns? Known of the library's own alone
 
     def __init_subclass__(cls):
         Function.registry[cls.__name__] = cls
+        cls.lets_go = cls.__module__.startswith(__package__ + ".")
 
     @classmethod
     def apply(cls, *args):
@@ -457,7 +459,7 @@ def _guards(saved, tensors, out, version):
     for array in saved if isinstance(saved, tuple) else (saved,):
         if array is not None and hasattr(array, "base"):
             found = _version_in(array, tensors)
-            if found is None and (array is out or out.base is not None and owner(out) is owner(array)):
+            if found is None and (array is out or (array.base is not None or out.base is not None) and owner(array) is owner(out)):
                 found = version
             if found is not None:
                 guards.append((found, found.writes))
@@ -504,7 +506,7 @@ def _walk(root, gradient, retain_graph):
         for source, g in zip(node.inputs, gradients):
             if g is None:
                 continue
-            mine = _is_fresh(g, dy, gradients, node.saved)
+            mine = node.lets_go and _is_fresh(g, dy, gradients, node.saved)
             if isinstance(source, Tensor):
                 _reach_leaf(source, g, hooked, mine)
             elif _wait(waiting, source.id, source, g, mine):
@@ -580,7 +582,7 @@ def _fit(node, source, g):
 
 
 def _is_fresh(g, dy, gradients, saved):
-    """True when nothing else holds this memory: it is neither a view, nor dy, nor saved, nor part of another gradient."""
+    """True when nothing else in this step holds its memory: it is neither a view, nor dy, nor saved, nor part of another gradient."""
     if g.base is not None or g is dy:
         return False
     for array in saved if isinstance(saved, tuple) else (saved,):

@@ -714,3 +714,46 @@ def test_wide_heads_on_a_gpu_are_told_of_once(monkeypatch):
         warnings.simplefilter("error")
         sdpa._warn_of_wide_heads(wide, wide)
         sdpa._warn_of_wide_heads(Q, Q)
+
+
+# --- scores far from 0: z − m must not round z away, and backward must meet the z of forward ----------------------------------------
+
+def forced(backend, tile=None):
+    def attend(*x, **options):
+        with sdpa_backend(backend, tile) if tile else sdpa_backend(backend):
+            return F.scaled_dot_product_attention(*x, **options)
+    return attend
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e6, -1e9, -3e38])
+@pytest.mark.parametrize("where", ["bias", "keys"])
+def test_first_keys_far_below_the_others(where, low):
+    """As a padding mask of large negative numbers on the left: what was the maximum of the first tiles must not stay in the scores."""
+    def run(attend):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 4, 40, 8) for _ in range(3))
+        bias = torch.zeros(1, 1, 1, 40)
+        if where == "bias":
+            bias[..., :20] = low
+        else:                                               # their scores alone are that low
+            q[..., 0], k[..., 0] = 1.0, 0.0
+            k[..., :20, 0] = max(low, -1e9)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, attn_mask=bias)
+        out.backward(torch.ones_like(out))
+        return [host(out.detach().array), *(host(x.grad.array) for x in leaves)]
+    for a, b in zip(run(forced("tiled", (8, 8))), run(forced("dense")), strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * max(1, np.abs(b).max())
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e4, 1e7])
+def test_gradients_of_large_scores(factor):
+    """dv is a product with the weights themselves: forward's and backward's are equal where both round z alike."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 80, 16) for _ in range(3))
+    found = []
+    for attend in forced("tiled", (16, 16)), forced("dense"):
+        leaves = [x.clone().requires_grad_() for x in (q * factor, k, v)]
+        attend(*leaves, is_causal=True).sum().backward()
+        found.append(host(leaves[2].grad.array))
+    assert np.abs(found[0] - found[1]).max() <= 2e-4 * np.abs(found[1]).max()

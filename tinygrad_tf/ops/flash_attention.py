@@ -18,7 +18,7 @@ from ..arguments import require_tensors
 from ..autograd import Function, constant, no_grad, observing
 from ..backend import CPU, array_module, at_least_float32, sum_to, to_device
 from ..philox import keep_tile
-from ._rows import dot_along
+from ._rows import MODERATE, dot_along
 from .attention import _finite, _is_finite, _product, _swap
 
 
@@ -104,17 +104,18 @@ class TiledAttention(Function):
 
     def _add_keys(self, tiles, tile, q_t, k_1, v, m, l, acc):
         """What the keys of one tile do to m, l and acc. m waits until some z is far above: near the maximum, any m gives the same out."""
-        xp = tiles.xp
-        z = tiles.scores(tile, _rows(k_1, tile.keys), q_t)          # less m, which is a row of q_t: 0 before anything is seen
-        if not tiles.near(m, z):
-            before = _finite(m)
-            higher = xp.maximum(m, before + z.max(axis=-1, keepdims=True))
+        xp, k_1 = tiles.xp, _rows(k_1, tile.keys)
+        z = tiles.scores(tile, k_1, q_t) if tiles.takes_off(q_t, m) else None         # less m
+        if z is None or z.max() > tiles.headroom:
+            z = tiles.scores(tile, k_1[..., :-1], q_t[..., :-1, :])
+            higher = xp.maximum(m, z.max(axis=-1, keepdims=True))
             shift = _finite(higher)
             shrink = xp.exp(m - shift)
             l *= shrink
             acc *= shrink
-            z -= shift - before
-            m[...], q_t[..., -1:, :] = higher, -_swap(shift)
+            z -= shift
+            m[...] = higher
+            tiles.take_off(q_t, shift)
         p = xp.exp(z, out=z)
         l += (p @ xp.ones(len(tile.keys), tiles.dtype))[..., None]
         keep = tiles.keep(tile)
@@ -194,7 +195,7 @@ class _Tiles:
         q, k, self.v = map(at_least_float32, (q, k, v))
         self.q, self.k, self.scale = q, k, self.dtype.type(plan.scale)
         self.bias, self.masks = bias, [m for m in (allowed, valid) if m is not None]
-        self.plan, self.mod_codes, self.careful = plan, mod_codes, careful
+        self.plan, self.mod_codes, self.careful, self.headroom = plan, mod_codes, careful, 0 if careful else HEADROOM
         self.lead, self.Tq, self.Tk = np.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2]
         self.out_lead = np.broadcast_shapes(self.lead, v.shape[:-2])
         self.heads = _groups(self.lead, AT_ONCE // math.prod(plan.tile) if self.xp is np else math.prod(self.lead))
@@ -247,9 +248,13 @@ class _Tiles:
         _fill(z, tile.blocked, -np.inf)
         return z
 
-    def near(self, m, z):
-        """Whether m may stay. On a GPU it never does: the host would wait for the answer."""
-        return self.xp is np and z.max() <= (0 if self.careful else HEADROOM) and (m > -np.inf).all()
+    def take_off(self, q_t, shift):
+        """From now on the product takes m off the scores: a row of q_t. Not a large m, beside which the scores would be rounded away."""
+        q_t[..., -1:, :] = -_swap(self.xp.where(abs(shift) <= MODERATE, shift, np.nan))
+
+    def takes_off(self, q_t, m):
+        """Whether it does, in all rows. On a GPU the host would wait for the answer: there it never does."""
+        return self.xp is np and bool((q_t[..., -1:, :] == -_swap(m)).all())
 
     def product(self, place, a, b):
         """(a b)ᵀ in memory that all tiles share, keys before rows: BLAS is up to a third faster on what follows than from rows first."""

@@ -6,6 +6,7 @@ part, and added up when all have ended, in the order of the parts: the sums neve
 """
 import importlib.util
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -87,11 +88,35 @@ class Shards:
         return [futures.pop(0).result() for _ in tasks]     # an error must not keep its own future alive
 
     def _pool(self):
-        if self.process != os.getpid():
-            self.opened, self.process, limit = ExitStack(), os.getpid(), _blas_limit()
-            self.opened.enter_context(limit())
-            self.pool = self.opened.enter_context(ThreadPoolExecutor(self.threads, "shard", initializer=limit))
-        return self.pool
+        with _one_blas_thread.lock:
+            if self.process != os.getpid():
+                opened, limit = ExitStack(), _blas_limit()
+                opened.enter_context(_one_blas_thread(limit))
+                self.pool = opened.enter_context(ThreadPoolExecutor(self.threads, "shard", initializer=limit))
+                self.opened, self.process = opened, os.getpid()
+            return self.pool
+
+
+class _one_blas_thread:
+    """BLAS has one thread in this process as long as any of these is open, and then again what it had."""
+    lock, number, opened = threading.RLock(), 0, ExitStack()
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def __enter__(self):
+        cls = _one_blas_thread
+        with cls.lock:
+            if cls.number == 0:
+                cls.opened.enter_context(self.limit())
+            cls.number += 1
+
+    def __exit__(self, *error):
+        cls = _one_blas_thread
+        with cls.lock:
+            cls.number -= 1
+            if cls.number == 0:
+                cls.opened.close()
 
 
 def _blas_limit():
