@@ -171,7 +171,7 @@ def test_growth_has_every_size(tmp_path, benchmarks):
 
 
 def test_the_share_is_printed():
-    printed = run("share.py", "--quick", "--record")
+    printed = run("share.py", "--quick", "--operations")
     assert "autograd's share" in printed and "an operation on 4 elements, recorded and backward" in printed
 
 

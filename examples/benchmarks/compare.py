@@ -33,7 +33,7 @@ from pathlib import Path
 
 import peers
 import train_step
-from turns import THREADS, Clock, Worker, memory, processor, serve, settled
+from turns import THREADS, Clock, Worker, at_least_one, make_folder, memory, processor, serve, settled
 
 LIBRARIES = ("tinygrad_tf", "torch", *peers.STEPS)
 TITLES = {"tinygrad_tf": "tinygrad_tf", "torch": "PyTorch eager", "jax": "JAX jit", "autograd": "HIPS/autograd", "dezero": "DeZero",
@@ -423,9 +423,9 @@ def chosen_workloads(words):
 def parsed():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], help=f"some of {', '.join(WORKLOADS)}; ops means both of its kind")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of a matrix product, and shards of a training step; several "
-                                                                              "numbers: one after the other")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=at_least_one, nargs="+", default=[1], help="of a matrix product, and shards of a training step; "
+                                                                                         "several numbers: one after the other")
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--unlocked", action="store_true", help="PyTorch also with MKL's fast path (AMD, needs gcc)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, two rounds: does it run?")
@@ -438,6 +438,7 @@ def main():
     arguments = parsed()
     if arguments.worker:
         return serve(lambda: prepare(arguments.worker))
+    make_folder(arguments.out)
     rounds, turn = (2, 0.002) if arguments.quick else (arguments.rounds, 0.2)
     libraries = [name for name in arguments.libraries if importlib.util.find_spec(name)]
     notes = [f"{TITLES[name]}: not installed, left out" for name in arguments.libraries if name not in libraries]
@@ -455,7 +456,6 @@ def main():
             new = compared(list(measure(plan, competitors(libraries, unlock), threads, rounds, turn)))
             print(*table(new), sep="\n", flush=True)
             rows += new
-    arguments.out.mkdir(parents=True, exist_ok=True)
     found = {"machine": processor(), "cores": os.cpu_count(), "python": platform.python_version(), "versions": versions, "rounds": rounds,
              "threads": arguments.threads, "quick": arguments.quick, "notes": notes, "rows": rows}
     (arguments.out / "compare.json").write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import guard  # sets the threads, before NumPy is loaded
 import train_step
-from turns import processor, timed
+from turns import at_least_one, make_folder, processor, timed
 
 BASE = dict(V=65, T=128, B=8, L=4, H=4, C=128)
 VALUES = {"T": (32, 64, 128, 256, 512, 1024), "C": (32, 64, 128, 256, 512), "L": (1, 2, 4, 8, 16), "B": (1, 2, 4, 8, 16, 32)}
@@ -55,7 +55,7 @@ def shown(row):
             f"{row['gflops']:10.0f}    {growth}")
 
 
-def draw(rows, path):
+def draw(rows, base, path):
     from matplotlib.figure import Figure
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     for i, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
@@ -69,15 +69,17 @@ def draw(rows, path):
         axis.yaxis.set_major_formatter("{x:g}")
         axis.set(xlabel=f"{name}, {MEANINGS[name]}", ylabel="ms")
         axis.legend(fontsize=8)
+    figure.suptitle(f"{processor()}, 1 thread; from {', '.join(f'{k} {v}' for k, v in base.items())}", fontsize=10)
     figure.savefig(path, dpi=110)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--quick", action="store_true", help="tiny models, two rounds: does it run?")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark-growth"))
     arguments = parser.parse_args()
+    make_folder(arguments.out)
     base, rounds = (dict(V=17, T=8, B=2, L=1, H=2, C=16), 2) if arguments.quick else (BASE, arguments.rounds)
     print(f"{processor()}, 1 thread, from {base}")
     print(f"{'':7s}{'step':>11s}   {'products':>11s}   {'share':>5s}   GFLOP/s    exponent")
@@ -86,10 +88,9 @@ def main():
         for row in rows_of(name, (2, 4) if arguments.quick else values, base, rounds):
             rows.append(row)
             print(shown(row), flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     found = {"machine": processor(), "base": base, "rows": rows}
     (arguments.out / "growth.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    draw(rows, arguments.out / "growth.png")
+    draw(rows, base, arguments.out / "growth.png")
     print(f"written: growth.json and growth.png in {arguments.out}")
 
 

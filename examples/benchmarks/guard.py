@@ -20,7 +20,7 @@ os.environ.pop("OPENBLAS_L2_SIZE", None)
 
 import numpy as np
 import train_step
-from turns import processor, timed
+from turns import at_least_one, processor, timed
 
 RECORDED = Path(__file__).with_name("guard.json")
 TOLERANCE = 1.25
@@ -73,6 +73,8 @@ def verdict(found, recorded):
     """The sentence beside the ratio; `recorded` is what guard.json holds, or None."""
     if recorded is None:
         return "Nothing is recorded to hold it against: --record, on a quiet machine."
+    if found["sizes"] != recorded["sizes"]:
+        return f"Another model than the recorded one, {recorded['sizes']}: nothing to hold it against."
     change, where = found["ratio"] / recorded["ratio"], f"{recorded['ratio']:.2f}, recorded {recorded['date']} on {recorded['machine']}"
     other = "" if found["machine"] == recorded["machine"] else " Another machine: its ratio may differ by itself."
     if change > TOLERANCE:
@@ -82,11 +84,13 @@ def verdict(found, recorded):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=at_least_one, default=40)
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: does it run?")
     parser.add_argument("--record", action="store_true", help="keep the ratio, for others to be held against")
     parser.add_argument("--file", type=Path, default=RECORDED, help="instead of guard.json beside this script")
     arguments = parser.parse_args()
+    if arguments.quick and arguments.record and arguments.file == RECORDED:
+        parser.error("--record keeps what a full run has measured: leave --quick out, or name another --file")
     sizes, rounds, calls = (dict(V=17, T=8, B=2, L=1, H=2, C=16), 2, 2) if arguments.quick else (train_step.SIZES["a"], arguments.rounds, 5)
     pairs = measure(rounds, calls, sizes)
     ratio = statistics.median(step / least for step, least in pairs)

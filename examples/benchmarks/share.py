@@ -3,7 +3,7 @@
 One step of train_step.py is watched, and becomes a list of its operations: which class, which arrays, whose results. *Raw* is that
 list again: the same calls of forward and backward on bare arrays, gradients summed over what was broadcast and added up where
 several meet, then clipping and AdamW. No tensor, no graph, no check, no module. Both run in this process, a few at a time in turn:
-share = (step − raw) ÷ step. --record also times a chain of operations on 4 elements, where next to nothing is left but the engine,
+share = (step − raw) ÷ step. --operations also times a chain of operations on 4 elements, where next to nothing is left but the engine,
 beside PyTorch's where that is installed.
 """
 import argparse
@@ -17,7 +17,7 @@ os.environ.pop("OPENBLAS_L2_SIZE", None)
 
 import numpy as np
 import train_step
-from turns import processor, timed
+from turns import at_least_one, processor, timed
 
 import tinygrad_tf as torch
 from tinygrad_tf.autograd import observing
@@ -119,19 +119,19 @@ def medians(pairs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=sorted(train_step.SIZES), default="a")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--record", action="store_true", help="also the cost of recording an operation, beside PyTorch's")
+    parser.add_argument("--rounds", type=at_least_one, default=30)
+    parser.add_argument("--operations", action="store_true", help="also the cost of recording an operation, beside PyTorch's")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: does it run?")
     arguments = parser.parse_args()
     sizes = dict(V=17, T=8, B=2, L=1, H=2, C=16) if arguments.quick else train_step.SIZES[arguments.size]
     rounds, calls = (2, 1) if arguments.quick else (arguments.rounds, {"a": 5, "b": 1}[arguments.size])
-    print(f"{processor()}, NumPy {np.__version__}, 1 thread, {rounds} rounds")
+    print(f"{processor()}, NumPy {np.__version__}, 1 thread, {rounds} rounds{'; a tiny model: its figures mean nothing' * arguments.quick}")
     step, raw = build(sizes)
     pairs = in_turns(step, raw, rounds, calls)
     share = statistics.median((a - b) / a for a, b in pairs)
     step, raw = (1e3 * t for t in medians(pairs))
     print(f"a step {step:.2f} ms, its calls on bare arrays {raw:.2f} ms: autograd's share {share:.1%}")
-    if not arguments.record:
+    if not arguments.operations:
         return
     length, ours = 200, chain(torch, 200)
     if importlib.util.find_spec("torch") is None:

@@ -3,6 +3,7 @@
 A machine whose speed drifts then favours no one, and nothing that one library does to its process reaches another. The parent
 writes a line of JSON and reads one; the end of its input ends the process.
 """
+import argparse
 import contextlib
 import ctypes
 import json
@@ -17,6 +18,22 @@ from pathlib import Path
 
 SLOWING = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")         # set on some machines for old builds: NumPy's products suffer
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def at_least_one(text):
+    """For argparse: a whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def make_folder(path):
+    """Makes it, before the work: a folder that cannot be written to is told in a sentence, and costs nobody ten minutes."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        sys.exit(f"--out {path} cannot be written to: {error.strerror}")
 
 
 def environment(threads, **more):

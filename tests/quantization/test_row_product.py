@@ -62,3 +62,16 @@ def test_what_is_loaded_into_the_layer_counts():
     compare(quantized, product, (2,))
     quantized.load_state_dict(other.state_dict())
     compare(other, product, (2,))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [2e37, -2e38, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_huge_numbers_are_those_of_the_layer(bits, value):
+    quantized = layer(Scheme(bits, granularity="group", group_size=8))
+    x = torch.randn(2, 24)
+    x[0, 3] = x[0, 4] = value
+    x[1] = 1e30
+    wanted = host(quantized(x).detach())
+    largest = max(abs(wanted[np.isfinite(wanted)]), default=0.0)
+    np.testing.assert_allclose(row_product.RowProduct(quantized)(host(x)), wanted, rtol=0, atol=1e-5 * largest)

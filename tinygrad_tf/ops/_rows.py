@@ -32,7 +32,7 @@ def max_along(x, axis):
     return rows[np.arange(len(rows)), rows.argmax(axis=1)].reshape(*x.shape[:-1], 1)
 
 
-MODERATE = 60                                   # of the exponent: e^60 times 10¹² is a float32, and e^−60 / 10¹² too
+MODERATE = 60                                   # e^60 times 10¹² keys is a float32, and what is 10⁻¹¹ of e^−60
 
 
 def exp_of_moderate(x):
@@ -81,7 +81,7 @@ PIECE = 1 << 16                                 # elements: 256 KiB of float32, 
 
 
 def in_pieces(function, x):
-    """function(x), a tuple of arrays like x, of a function that acts on elements of one axis: a piece at a time, which stays in the cache.
+    """function(x), a tuple of arrays like x, where each element is computed by itself: a flat piece of x at a time, for the cache.
 
     Half of the time of a formula of a dozen steps on millions of elements; smaller pieces lose it again to NumPy's cost of a call.
     """

@@ -120,7 +120,7 @@ class GeluTanh(Smooth):
         if not wanted:
             return y,
         slope = polynomial(square, (6 * 0.044715 * c, 2 * c))
-        slope *= 1 - gate                       # 0 far out: before y, so that the product cannot overflow
+        slope *= 1 - gate                       # 0 far out: before y, so that no product overflows up to |x| = 10¹⁹
         slope *= y
         slope += gate
         return y, slope

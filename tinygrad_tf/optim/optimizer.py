@@ -125,7 +125,7 @@ class Optimizer:
                 loss = closure()
         with no_grad():
             waiting = self._waiting()
-            update = self._update_together if type(self).update is Optimizer.update and _are_apart(waiting) else self._update_each
+            update = self._update_together if type(self).update is Optimizer.update and self._are_apart(waiting) else self._update_each
             for params, options in waiting:
                 for p in params:
                     p.version.writes += 1       # before: also where an update fails half-way
@@ -150,6 +150,13 @@ class Optimizer:
         state = [value.array for name, value in self.state.get(p, {}).items() if isinstance(value, Tensor) and name != "step"]
         check_one_device(f"{self._name()} (a parameter, its gradient and its state; call model.to(device) before the first step, or "
                          f"load the optimizer's state_dict() anew after it)", [p.array, p.grad.array, *state])
+
+    def _are_apart(self, waiting):
+        """True where no parameter, and no part of the state, lies in memory of another or of a gradient: then no order matters."""
+        params = [p for params, _ in waiting for p in params]
+        written = [p.array for p in params] + [value.array for p in params for value in self.state[p].values() if isinstance(value, Tensor)]
+        owners = {id(owner(array)) for array in written}
+        return len(owners) == len(written) and owners.isdisjoint([id(owner(p.grad.array)) for p in params])
 
     def _update_each(self, params, options):
         for p in params:
@@ -241,13 +248,6 @@ _SPOKEN = {"lr": "learning rate", "weight_decay": "weight_decay value", "eps": "
 
 def _with_array(function, value):
     return constant(function(value.array)) if isinstance(value, Tensor) else value
-
-
-def _are_apart(waiting):
-    """True where no parameter lies in the memory of another, or of its gradient: then it does not matter which moves first."""
-    params = [p for params, _ in waiting for p in params]
-    owners = {id(owner(p.array)) for p in params}
-    return len(owners) == len(params) and owners.isdisjoint([id(owner(p.grad.array)) for p in params])
 
 
 def _as_numbers(group):

@@ -11,7 +11,7 @@ def run(step, parameters, numbers):
     """step(p, g, *state, *numbers), which writes into p and its state, for every (p, g, *state) of `parameters`.
 
     Arrays of the CPU, one dtype, no p in the memory of another; an array of the state may be None. Measured with AdamW on 11 million
-    elements: pieces take two thirds of the time of whole arrays, half or twice PIECE 4 to 12 % more than PIECE.
+    elements: pieces take 0.7 to 0.8 of the time of whole arrays, half or twice PIECE 4 to 12 % more than PIECE.
     """
     for arrays in parameters:
         if arrays[0].size >= SMALL:
@@ -30,7 +30,7 @@ def _pieces(arrays):
 
 
 def _batches(parameters):
-    """Lists of parameters with PIECE elements in all, or a little more."""
+    """Lists of parameters with PIECE elements in all, or a little more; the last one has what is left."""
     batch, size = [], 0
     for arrays in parameters:
         batch.append(arrays)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ..autograd import array_of
+from ..autograd import array_of, constant, no_grad
 from .packing import unpack
 
 BLOCK = 3 * 2 ** 16             # of codes that are floats at a time: 0.75 MiB, within a core's own cache
@@ -20,6 +20,7 @@ class RowProduct:
     """x ↦ (x / t) Ŵᵀ + b of a `QuantizedLinear` on the CPU, with the arrays that it has now.    x: [..., in]  y: [..., out]"""
 
     def __init__(self, layer):
+        self.layer = layer
         self.packed, self.t, self.bias = map(array_of, (layer.packed, layer.input_scale, layer.bias))
         self.factors, self.writes, scheme, C = (layer.scale, layer.zero_point), None, layer.scheme, layer.in_features
         self.scheme, self.out, n = scheme, layer.out_features, scheme.group_size or C          # n numbers of a row share a scale
@@ -43,7 +44,13 @@ class RowProduct:
             np.add.reduce(sums, axis=0, out=y[:, part])
         if self.bias is not None:
             y += self.bias
+        if not np.isfinite(y).all():            # of huge numbers, whose sums overflow before the scale makes them small
+            return self._by_the_layer(x)
         return y.reshape(*x.shape[:-1], self.out)
+
+    def _by_the_layer(self, x):
+        with no_grad():
+            return self.layer(constant(x)).array
 
     def _sums(self, turns, packed, room):
         """P [G, B, R] of R rows of codes."""

@@ -65,8 +65,8 @@ class Shards:
     def map(self, function, parts):
         """[function(*part) for part in parts], at once. Gradients of leaves come to `.grad` when all have ended, and hooks see the sum.
 
-        An error is that of the first part that has one; then, and after Ctrl-C, no `.grad` has changed. Each part draws from a
-        generator of its own, seeded from the default one. Where somebody looks on, the parts follow one another in this thread.
+        An error is that of the first part that has one; then, and after Ctrl-C, no `.grad` has changed (but with one thread). Each part
+        draws from a generator of its own, seeded from the default one. Where somebody looks on, they follow one another in this thread.
         """
         parts = [tuple(part) for part in parts]
         if self.threads == 1 or not parts:
