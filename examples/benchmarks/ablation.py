@@ -16,9 +16,6 @@ from pathlib import Path
 import train_step
 from turns import Worker, at_least_one, make_folder, processor, serve, timed
 
-QUICK = dict(V=17, T=8, B=2, L=1, H=2, C=16)
-
-
 # --- in a worker: the tricks, undone -------------------------------------------------------------------------------------------
 #
 # Each function undoes one, before the model is made.
@@ -40,7 +37,7 @@ def row_sums():
     from tinygrad_tf.ops import _rows, attention
     fast, moderate = _rows._has_fast_rows, attention.exp_of_moderate
 
-    def with_fast_rows(z):                                  # softmax as it is stays, which asks the same question
+    def with_fast_rows(z):                                  # softmax without its maximum stays, which asks the same question
         _rows._has_fast_rows = fast
         found = moderate(z)
         _rows._has_fast_rows = slow
@@ -162,7 +159,6 @@ def undo(name):
 
 
 ALL = "all of them"
-NOTHING_UNDONE = "everything in place"
 
 
 def prepare(name, sizes, calls):
@@ -179,7 +175,7 @@ def prepare(name, sizes, calls):
 
 def measure(size, names, rounds, quick):
     """[{"trick", "size", "ratio": {…}, "seconds", "loss"}], a process for each trick beside one that has them all."""
-    sizes, calls = (QUICK, 1) if quick else (train_step.SIZES[size], train_step.STEPS_A_TURN[size])
+    sizes, calls = (train_step.QUICK, 1) if quick else (train_step.SIZES[size], train_step.STEPS_A_TURN[size])
     command = [__file__, "--worker"]
 
     def worker(name):

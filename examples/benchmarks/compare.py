@@ -42,7 +42,6 @@ UNLOCKED = "PyTorch eager, unlocked"
 ALL_SCORES = ", all scores"
 WORKLOADS = ("w1a", "w1b", "w2a", "w2b", "w3", "opsa", "opsb")
 BOTH = ("forward", "forward + backward")
-QUICK = dict(V=17, T=8, B=2, L=1, H=2, C=16)
 REST = 0.05                                     # seconds in which threads of the last turn, which wait by spinning, fall asleep
 PATIENCE = 60                                   # seconds for one library and case, after which three turns are enough
 
@@ -138,8 +137,8 @@ KINDS = {"w1": training, "w2": decoding, "w3": attention, "op": operations}
 
 def warm_up(kind, library, threads, sizes):
     """A tiny step, for what is loaded, compiled and made at first use: it is no part of what training or attention needs."""
-    if kind is training and sizes != QUICK:
-        training(library, threads, QUICK)["step"]()
+    if kind is training and sizes != train_step.QUICK:
+        training(library, threads, train_step.QUICK)["step"]()
     elif kind is attention:
         for run in attention(library, threads, {**sizes, "shape": (1, 2, 64, 8)}).values():
             run()
@@ -173,7 +172,7 @@ def plans(workloads, quick):
         elif workload.startswith("w2"):
             yield f"W2 ({workload[-1]})", workload, decoder_sizes(workload[-1], quick), [("", {})]
         else:
-            sizes = QUICK if quick else train_step.SIZES[workload[-1]]
+            sizes = train_step.QUICK if quick else train_step.SIZES[workload[-1]]
             label = f"W1 ({workload[-1]})" if workload.startswith("w1") else f"operations ({workload[-1]})"
             yield label, workload, sizes, [("", {})]
 
@@ -186,7 +185,8 @@ def decoder_sizes(name, quick):
 
 def takes_part(library, workload, sizes):
     """Ours and PyTorch in all, the others in training, JAX and HIPS/autograd also operation by operation; in quick mode only in (a)."""
-    peers_too = {"w1": LIBRARIES, "op": ("jax", "autograd")}.get(workload[:2], ()) if sizes != QUICK or workload[-1] == "a" else ()
+    all_of_them = sizes != train_step.QUICK or workload[-1] == "a"
+    peers_too = {"w1": LIBRARIES, "op": ("jax", "autograd")}.get(workload[:2], ()) if all_of_them else ()
     return library in ("tinygrad_tf", "torch", *peers_too)
 
 

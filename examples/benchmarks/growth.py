@@ -80,7 +80,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark-growth"))
     arguments = parser.parse_args()
     make_folder(arguments.out)
-    base, rounds = (dict(V=17, T=8, B=2, L=1, H=2, C=16), 2) if arguments.quick else (BASE, arguments.rounds)
+    base, rounds = (train_step.QUICK, 2) if arguments.quick else (BASE, arguments.rounds)
     print(f"{processor()}, 1 thread, from {base}")
     print(f"{'':7s}{'step':>11s}   {'products':>11s}   {'share':>5s}   GFLOP/s    exponent")
     rows = []

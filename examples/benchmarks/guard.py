@@ -91,7 +91,7 @@ def main():
     arguments = parser.parse_args()
     if arguments.quick and arguments.record and arguments.file == RECORDED:
         parser.error("--record keeps what a full run has measured: leave --quick out, or name another --file")
-    sizes, rounds, calls = (dict(V=17, T=8, B=2, L=1, H=2, C=16), 2, 2) if arguments.quick else (train_step.SIZES["a"], arguments.rounds, 5)
+    sizes, rounds, calls = (train_step.QUICK, 2, 2) if arguments.quick else (train_step.SIZES["a"], arguments.rounds, 5)
     pairs = measure(rounds, calls, sizes)
     ratio = statistics.median(step / least for step, least in pairs)
     step, least = (statistics.median(column) for column in zip(*pairs))

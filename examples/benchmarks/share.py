@@ -8,13 +8,9 @@ beside PyTorch's where that is installed.
 """
 import argparse
 import importlib.util
-import os
 import statistics
 
-os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")       # before NumPy is loaded
-os.environ.pop("OPENBLAS_CORETYPE", None)                   # set on some machines for old builds: NumPy's products suffer
-os.environ.pop("OPENBLAS_L2_SIZE", None)
-
+import guard  # noqa: F401  sets the threads, before NumPy is loaded
 import numpy as np
 import train_step
 from turns import at_least_one, processor, timed
@@ -61,25 +57,18 @@ class Tape:
 
 
 def build(sizes):
-    """(step, raw), functions of one training step of the same model that return its loss."""
-    torch_, nn, F = train_step.modules("tinygrad_tf", 1)
-    torch_.manual_seed(0)
-    model = train_step.gpt(torch_, nn, F, **sizes)
-    ids = torch_.randint(0, sizes["V"], (sizes["B"], sizes["T"] + 1))
+    """(step, raw), functions of one training step that return its loss: that of train_step.py, and the same of its twin on bare arrays."""
+    library = train_step.modules("tinygrad_tf", 1)
+    return train_step.build(*library, **sizes), raw_step(*library, **sizes)
+
+
+def raw_step(torch, nn, F, **sizes):
+    torch.manual_seed(0)
+    model = train_step.gpt(torch, nn, F, **sizes)
     parameters = list(model.parameters())
-    optimizer = torch_.optim.AdamW(parameters, lr=1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    ids = torch.randint(0, sizes["V"], (sizes["B"], sizes["T"] + 1))
     tape = Tape(lambda: model(ids[:, :-1], ids[:, 1:]))
-
-    def update():
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-
-    def step():
-        optimizer.zero_grad()
-        loss = model(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        update()
-        return loss.item()
 
     def raw():
         optimizer.zero_grad()
@@ -87,9 +76,10 @@ def build(sizes):
             loss, gradients = tape.run()
         for p in parameters:
             p._grad = torch.autograd.constant(gradients[id(p)])
-        update()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
         return float(loss)
-    return step, raw
+    return raw
 
 
 def chain(torch, length):
@@ -123,7 +113,7 @@ def main():
     parser.add_argument("--operations", action="store_true", help="also the cost of recording an operation, beside PyTorch's")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: does it run?")
     arguments = parser.parse_args()
-    sizes = dict(V=17, T=8, B=2, L=1, H=2, C=16) if arguments.quick else train_step.SIZES[arguments.size]
+    sizes = train_step.QUICK if arguments.quick else train_step.SIZES[arguments.size]
     rounds, calls = (2, 1) if arguments.quick else (arguments.rounds, {"a": 5, "b": 1}[arguments.size])
     print(f"{processor()}, NumPy {np.__version__}, 1 thread, {rounds} rounds{'; a tiny model: its figures mean nothing' * arguments.quick}")
     step, raw = build(sizes)

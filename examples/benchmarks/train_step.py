@@ -16,6 +16,7 @@ import statistics
 from turns import Worker, serve, timed
 
 SIZES = {"a": dict(V=65, T=64, B=12, L=4, H=4, C=128), "b": dict(V=512, T=256, B=8, L=6, H=6, C=384)}
+QUICK = dict(V=17, T=8, B=2, L=1, H=2, C=16)     # a tiny model, for --quick: does it run?
 LIBRARIES = ("tinygrad_tf", "torch")
 STEPS_A_TURN = {"a": 10, "b": 1}
 

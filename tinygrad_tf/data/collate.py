@@ -59,9 +59,9 @@ class LMBatch:
         return self._parts(whole_number("LMBatch.parts", "n", n, least=1))
 
     def _parts(self, n):
-        whole, B = self.num_targets, len(self.token_ids)
-        for some in np.array_split(np.arange(B), min(n, B)) if B else ():
-            part = self.rows(slice(some[0], some[-1] + 1))
+        whole = self.num_targets
+        for some in row_slices(len(self.token_ids), n):
+            part = self.rows(some)
             if part.num_targets:
                 yield part, part.num_targets / whole
 
@@ -70,6 +70,11 @@ class LMBatch:
         """The share of its places in which a real token stands; the rest is computed, and thrown away. Of no places it is 1."""
         real = self.segment_ids >= 0 if self.valid_tokens is None and self.segment_ids is not None else self.valid_tokens
         return int(real.sum()) / real.numel() if real is not None and real.numel() else 1.0
+
+
+def row_slices(B, n):
+    """B rows as n slices side by side, or as B where there are fewer rows; their lengths differ by one at most."""
+    return [slice(some[0], some[-1] + 1) for some in np.array_split(np.arange(B), min(n, B))] if B else []
 
 
 def make_lm_batch(sequences, pad_id, padding_side="right", device=None):

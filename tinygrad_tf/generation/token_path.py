@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import nn
 from ..autograd import constant, is_observed
-from ..backend import casting
+from ..backend import casting, quietly
 from ..models import Decoder, MiniGPT
 from ..models.common import check_end
 from ..nn.feedforward import GatedFeedForward
@@ -139,9 +139,9 @@ def next_logits(model, ids, cache):
     path = _serving(model, cache)
     if path is None:
         return None
-    with cache.reading(len(ids), 1) as places, np.errstate(all="ignore"):
+    with cache.reading(len(ids), 1) as places:
         check_end(model, places)
-        return path.logits(ids, cache.layers, places)
+        return quietly(path.logits, ids, cache.layers, places)
 
 
 # --- the parts, each as a function of x: [C] for one row, [B, C] for several -----------------------------------------------------

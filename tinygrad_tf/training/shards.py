@@ -12,12 +12,11 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
 
-import numpy as np
-
 from .. import random
 from ..arguments import described, require_tensors, tensors_in, type_name, whole_number
 from ..autograd import IGNORED, add_gathered, autocast_of_now, gathering, is_grad_enabled, is_watched, set_grad_enabled
 from ..data import LMBatch
+from ..data.collate import row_slices
 from ..nn.moe import is_collecting
 from ..tensor import Tensor
 
@@ -153,7 +152,7 @@ def _parts(batch, n):
         raise ValueError(f"Shards.backward: some targets are {IGNORED} and do not count, so the shares of the parts are not those of their "
                          f"rows; pass an LMBatch, which counts them, or use Shards.map")
     (B,), = rows
-    return [(len(some) / B, *(x[some[0]:some[-1] + 1] for x in batch)) for some in np.array_split(np.arange(B), min(n, B))]
+    return [((some.stop - some.start) / B, *(x[some] for x in batch)) for some in row_slices(B, n)]
 
 
 def _checked_loss(loss):
