@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
@@ -103,6 +104,21 @@ def test_sum_rows_of_any_shape_and_type(x):
                                    atol=1e-2)
 
 
+@pytest.mark.parametrize("n", [0, 1, 5, 1 << 14, (1 << 14) + 1])
+def test_few_ones_are_made_once_and_cannot_be_written(n):
+    for dtype in (np.float32, np.float64, np.int64):
+        ones, again = (backend.ones_beside(np.zeros(3, dtype), n) for _ in range(2))
+        assert ones.dtype == dtype and ones.shape == (n,) and (ones == 1).all()
+        assert (ones is again) == (not ones.flags.writeable) == (n <= 1 << 14)
+
+
+def test_rows_are_not_copied():
+    x = np.arange(24.0).reshape(2, 3, 4)
+    for axes, shape in ((0, (24, 1)), (1, (6, 4)), (2, (2, 12)), (3, (1, 24))):
+        assert backend.as_rows(x, axes).shape == shape and backend.owner(backend.as_rows(x, axes)) is backend.owner(x)
+    assert [backend.as_rows(part).shape for part in (x[0], x[:, :0], x[..., :0])] == [(3, 4), (0, 4), (6, 0)]
+
+
 def test_owner_finds_who_holds_the_memory():
     x = np.zeros((4, 6))
     for view in (x[1:], x.T, x[1:].T[::2], x.reshape(-1), np.broadcast_to(x, (2, 4, 6)), x[0, 0:1]):
@@ -128,3 +144,76 @@ def test_tuning_the_allocator_where_there_is_no_mallopt_or_it_refuses():
     with mock.patch.object(backend.ctypes, "CDLL", return_value=mock.Mock(mallopt=lambda *_: 0)):
         assert backend.tune_allocator() is False
     assert python("from tinygrad_tf.backend import tune_allocator; print(type(tune_allocator()).__name__)")[0] == "bool\n"
+
+
+# --- subnormal numbers --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def flushing():
+    """Where subnormal numbers can be 0; afterwards they are what they were."""
+    before = backend.flushes_denormal()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot")
+    torch.set_flush_denormal(False)
+    yield
+    torch.set_flush_denormal(before)
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def smallest(x):
+    """1e-38 / 10 for every element of a tensor."""
+    return (x * 1e-38 / 10).tolist()
+
+
+@pytest.mark.host("the processor's own setting")
+def test_subnormal_numbers_are_zero_while_asked_for(flushing):
+    x = torch.ones(40)
+    assert not backend.flushes_denormal() and smallest(x)[0] > 0
+    assert torch.set_flush_denormal(True) is True
+    assert backend.flushes_denormal() and smallest(x) == [0] * 40 and (x * 2e-38).tolist() == [np.float32(2e-38)] * 40
+    assert (torch.eye(40) @ (x.reshape(40, 1) * 2e-38) * 0.1).tolist() == [[0]] * 40
+    assert in_a_thread(backend.flushes_denormal)                    # it was begun afterwards
+    assert torch.set_flush_denormal(False) is True
+    assert not backend.flushes_denormal() and smallest(x)[0] > 0
+
+
+@pytest.mark.host("the processor's own setting")
+def test_another_thread_keeps_its_own_setting(flushing):
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(backend.flushes_denormal).result()
+        torch.set_flush_denormal(True)
+        assert backend.flushes_denormal() and not pool.submit(backend.flushes_denormal).result()
+
+
+@pytest.mark.host("the processor's own setting")
+@pytest.mark.parametrize("before", [False, True])
+def test_within_a_block_subnormal_numbers_are_zero_and_then_what_they_were(flushing, before):
+    torch.set_flush_denormal(before)
+    with pytest.raises(ZeroDivisionError), backend.flushing_denormal():
+        with backend.flushing_denormal():
+            assert backend.flushes_denormal()
+        assert backend.flushes_denormal()
+        1 / 0  # noqa: B018
+    assert backend.flushes_denormal() == before
+
+
+def test_where_the_machine_cannot_nothing_changes():
+    before = backend.flushes_denormal()
+    patch = mock.patch.object
+    for change in (patch(backend.sys, "platform", "darwin"), patch(backend.platform, "machine", lambda: "aarch64"),
+                   patch(backend.ctypes, "CDLL", side_effect=OSError), patch(backend.ctypes, "CDLL", return_value=object())):
+        with change:
+            assert torch.set_flush_denormal(True) is False
+            with backend.flushing_denormal():
+                assert backend.flushes_denormal() == before
+    assert backend.flushes_denormal() == before
+
+
+@pytest.mark.parametrize("mode", [1, 0, None, "yes", np.True_])
+def test_whether_subnormal_numbers_are_zero_is_a_bool(mode):
+    with pytest.raises(RuntimeError, match="set_flush_denormal: expected a bool, got"):
+        torch.set_flush_denormal(mode)

@@ -361,7 +361,7 @@ def everything(model, optimizer):
     arrays = [host(x).copy() for x in (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))]
     moments = [host(v).copy() for entry in optimizer.state.values() for v in entry.values()]
     wanted = [m._wanted.copy() for m in model.modules() if hasattr(m, "_wanted")]
-    rest = ([m.training for m in model.modules()], [(id(p), id(p.grad), p.requires_grad, p.version.writes) for p in model.parameters()],
+    rest = ([m.training for m in model.modules()], [(id(p), id(p.grad), p.requires_grad, p.version.written) for p in model.parameters()],
             [len(m._forward_hooks) for m in model.modules()], [id(p) for p in optimizer.state], random.get_rng_state().tobytes(),
             [group["lr"] for group in optimizer.param_groups], torch.is_grad_enabled())
     return arrays + moments + wanted, rest

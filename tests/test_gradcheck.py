@@ -76,7 +76,7 @@ def test_everything_is_left_as_it_was():
     before, grad = host(x).copy(), y.grad
     gradcheck(tt.mul, (x, y))
     assert np.array_equal(host(x), before) and x.grad is None and y.grad is grad and grad.tolist() == [1] * 4
-    assert x.version.writes == 0
+    assert x.version.written == 0
     with tt.no_grad():
         assert gradcheck(tt.mul, (x, y))
         assert not tt.is_grad_enabled()

@@ -286,6 +286,14 @@ def test_the_first_error_by_order_comes_out_and_nothing_is_added():
     assert w.grad.tolist() == [4.0]
 
 
+def press_ctrl_c():
+    """A signal that wakes the main thread where it waits; `_thread.interrupt_main` only tells it when it has waited."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    else:                                               # Windows
+        _thread.interrupt_main()
+
+
 def test_ctrl_c_waits_for_the_parts_and_leaves_no_gradient():
     w, ended, begun = torch.ones(1, requires_grad=True), [], threading.Barrier(2)
 
@@ -293,7 +301,7 @@ def test_ctrl_c_waits_for_the_parts_and_leaves_no_gradient():
         begun.wait(5)
         (w * 2).sum().backward()
         if i == 0:
-            _thread.interrupt_main()
+            press_ctrl_c()
         threading.Event().wait(0.2)
         ended.append(i)
     with Shards(2) as shards:

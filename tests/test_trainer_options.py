@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tinygrad_tf as torch
 from tinygrad_tf import cli
+from tinygrad_tf.backend import flushes_denormal, flushing_denormal
 from tinygrad_tf.data import BPETokenizer, ByteTokenizer, CharTokenizer, CorpusError, pack_sequences, pad_sequences, split_train_validation
 from tinygrad_tf.models import Decoder, MiniGPT
 from tinygrad_tf.optim.lr_scheduler import SCHEDULES
@@ -296,6 +297,22 @@ def test_callbacks_are_told_in_order_and_change_nothing(tmp_path):
     assert diary.lines == [("save", 0), ("start", 0), ("step", 1), ("evaluation", losses[0]), ("step", 2), ("save", 2), ("step", 3),
                            ("evaluation", losses[1]), ("step", 4), ("save", 4), ("end", True)]
     assert same_weights(plain, trainer)
+
+
+@pytest.mark.host("the processor's own setting")
+def test_subnormal_numbers_are_zero_while_a_run_lasts_and_no_longer(tmp_path):
+    seen = []
+
+    class Asking(Callback):
+        def on_step(self, trainer, numbers):
+            seen.append(flushes_denormal())
+            if trainer.step == 3:
+                1 / 0  # noqa: B018
+    with flushing_denormal():
+        can = flushes_denormal()
+    with pytest.raises(ZeroDivisionError):
+        with_callbacks(tmp_path, Asking()).run()
+    assert seen == [can] * 3 and not flushes_denormal()
 
 
 def test_a_callback_stops_a_run_and_it_goes_on(tmp_path):

@@ -33,7 +33,7 @@ from ._version import __version__
 from .anomaly import is_anomaly_check_nan_enabled, is_anomaly_enabled
 from .arguments import absent, publish
 from .autograd import Function, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled
-from .backend import device, get_default_device, set_default_device
+from .backend import device, get_default_device, set_default_device, set_flush_denormal
 from .dtypes import (bfloat16, dtype, float16, float32, float64, get_default_dtype, int8, int16, int32, int64, set_default_dtype, uint8)
 from .random import Generator, default_generator, initial_seed, manual_seed, seed
 from .size import Size

@@ -21,7 +21,20 @@ import weakref
 
 import numpy as np
 
-from .backend import array_module, beside, casting, check_one_device, device_of, is_writable, on_one_device, owner, quiet, quietly, sum_to
+from .backend import (
+    array_module,
+    beside,
+    casting,
+    check_one_device,
+    device_of,
+    enter_quiet,
+    is_writable,
+    leave_quiet,
+    on_one_device,
+    owner,
+    quiet,
+    sum_to,
+)
 from .dtypes import BFLOAT16, FLOAT_KINDS, is_bfloat16, widened
 
 Tensor = None                                   # set by register_tensor: the engine imports nothing below itself
@@ -192,10 +205,10 @@ def _cast(x, dtype):
         return x
     if casting.casts is None or x.node is not None or not x.requires_grad:
         return Function.registry["Cast"].apply(x, dtype)
-    _, version, writes, kept = casting.casts.get(id(x), (None,) * 4)
-    if version is not x.version or writes != x.version.writes or kept.array.dtype != dtype or _mode.enabled and not kept.requires_grad:
+    _, version, written, kept = casting.casts.get(id(x), (None,) * 4)
+    if version is not x.version or written != x.version.written or kept.array.dtype != dtype or _mode.enabled and not kept.requires_grad:
         kept = Function.registry["Cast"].apply(x, dtype)
-        casting.casts[id(x)] = x, x.version, x.version.writes, kept     # x too: while it is held here, nobody else has its id
+        casting.casts[id(x)] = x, x.version, x.version.written, kept     # x too: while it is held here, nobody else has its id
     return kept
 
 
@@ -282,35 +295,34 @@ class Function:
     gets bfloat16, to move it or to hand it to a kernel.
     `Function.registry` holds every operation by name: the tests walk it, so that none goes unchecked.
     """
-    __slots__ = ("saved", "inputs", "needs", "id", "shape", "dtype", "guards", "called", "__weakref__", "__dict__")
+    __slots__ = ("saved", "inputs", "needs", "id", "shape", "dtype", "versions", "called", "__weakref__", "__dict__")
     registry = {}
     retained = hooks = None                     # of the tensor that this node has made: see `retain` and `Tensor.register_hook`
     autocast = None
     in_float32 = True
     mixes = False                               # may a single number on the CPU meet tensors of a GPU? As in PyTorch, element by element
-    lets_go = False                             # does nothing but `saved` hold what backward returns? Known of the library's own alone
 
     def __init_subclass__(cls):
         Function.registry[cls.__name__] = cls
-        cls.lets_go = cls.__module__.startswith(__package__ + ".")
 
     @classmethod
     def apply(cls, *args):
         """Runs forward on the arrays of `args` and returns a Tensor, recorded when grad mode and the inputs ask for it."""
-        node = cls()
+        node, recording = cls(), _mode.enabled
         node.saved = None
         if casting.dtypes:
             args = autocasted(cls.autocast, *args)
-        record, tensors, arrays = _mode.enabled, [], []
-        node.needs, node.inputs = needs, inputs = [], []
+        node.inputs, node.needs = inputs, needs = [], []
+        tensors, arrays, versions = [], [], []
         for a in args:
             if isinstance(a, Tensor):
-                need = record and a._requires_grad
+                need, version = recording and a._requires_grad, a.version
                 tensors.append(a)
                 arrays.append(a.array)
+                versions.append(version)
                 needs.append(need)
                 inputs.append((a.node or a) if need else None)
-                if record:
+                if recording and a.seen != version.recorded:
                     a.check_history()
             else:
                 arrays.append(a)
@@ -322,13 +334,19 @@ class Function:
             return cls.apply(*_met(cls, args, tensors))
         forward = node._rounded if BFLOAT16 and cls.in_float32 and _all_bfloat16(tensors) else node.forward
         first = tensors[0].array
-        out = quietly(forward, *arrays) if isinstance(first, np.ndarray) else beside(first, quietly, forward, *arrays)
+        before = enter_quiet()
+        try:
+            out = forward(*arrays) if isinstance(first, np.ndarray) else beside(first, forward, *arrays)
+        finally:
+            leave_quiet(before)
         if type(out) is not type(first):        # NumPy turns 0-d results into scalars
             out = _as_output(cls.__name__, out, first)
         version = _version_in(out, tensors) or Version()
         recorded = True in needs and out.dtype.kind in FLOAT_KINDS
         if recorded:
-            node._record(tensors, out, version)
+            versions.append(version)
+            node.versions, node.shape, node.dtype = versions, out.shape, out.dtype
+            node.id, node.called = _next_id(), _user_place(sys._getframe(1))
         out = Tensor._wrap(out, node if recorded else None, version)
         if _mode.observers:
             for observe in _mode.observers:
@@ -339,11 +357,6 @@ class Function:
         """forward in float32, and bfloat16 made of a float32 result."""
         out = self.forward(*map(widened, arrays))
         return out.astype(BFLOAT16[0]) if getattr(out, "dtype", None) == np.float32 else out
-
-    def _record(self, tensors, out, version):
-        self.id, self.called = _next_id(), _user_place(sys._getframe(2))
-        self.shape, self.dtype = out.shape, out.dtype
-        self.guards = _guards(self.saved, tensors, out, version)
 
     def forward(self, *args):
         raise TypeError(f"{type(self).__name__} defines no forward")
@@ -393,7 +406,8 @@ def _met(cls, args, tensors):
 # --- in-place writes: who notices --------------------------------------------------------------------------------
 #
 # One `Version` belongs to one piece of memory, and all tensors that view it share it. Two things can go stale by a write:
-#   what a node saved     its `guards` remember (version, version.writes) at forward; backward compares the numbers
+#   what a node saved     writes and nodes are numbered by one clock: a number above the node's is a write after it. Where one of
+#                         `node.versions` has such a number, backward looks whether it is memory that the node saved
 #   a tensor's history    after a *recorded* write its memory holds the result of another node than its own:
 #                         `tensor.seen` remembers version.recorded, and whoever uses the tensor compares (check_history)
 
@@ -401,29 +415,34 @@ IGNORED = -100                                  # the label that losses leave ou
 
 
 class Version:
-    """Counts in-place writes to one piece of memory: `writes` all of them, `recorded` those that became part of a graph.
+    """What has been written in place to one piece of memory: the number of the last write, and how many became part of a graph.
 
     `leaves` refers weakly to the leaves that require a gradient and lie here. `bounds` says what ids lie here on a GPU.
     """
-    __slots__ = ("writes", "recorded", "leaves", "bounds", "__weakref__")
+    written, memory, recorded, leaves, bounds = 0, None, 0, (), None
 
-    def __init__(self):
-        self.writes, self.recorded, self.leaves, self.bounds = 0, 0, (), None
+    def wrote(self, array):
+        """Notes a write to `array`, which lies here."""
+        self.written, self.memory = _next_id(), id(owner(array))
+
+    def is_of(self, saved):
+        """Whether one of the saved arrays lies here. They were there at the last write already, so that no two memories had one id."""
+        return self.memory in _memories(saved)
 
     def note_bounds(self, ids):
         """Keeps the range of what is being uploaded here from the host, if it is integers: they may become ids or labels."""
         if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.size:
             low, high = int(ids.min()), int(ids.max())
-            self.bounds = self.writes, low, high, low if low >= 0 else int(ids.min(where=ids != IGNORED, initial=high))
+            self.bounds = self.written, low, high, low if low >= 0 else int(ids.min(where=ids != IGNORED, initial=high))
 
     def inherit_bounds(self, version):
         """The ids here are among those of another memory."""
-        if version.bounds is not None and version is not self and version.bounds[0] == version.writes:
-            self.bounds = self.writes, *version.bounds[1:]
+        if version.bounds is not None and version is not self and version.bounds[0] == version.written:
+            self.bounds = self.written, *version.bounds[1:]
 
     def known_bounds(self, apart_from=None):
         """(low, high) of the ids in this memory, (−∞, ∞) where nobody knows. apart_from=IGNORED: of the labels that count."""
-        if self.bounds is None or self.bounds[0] != self.writes:
+        if self.bounds is None or self.bounds[0] != self.written:
             return -math.inf, math.inf
         _, low, high, lowest_label = self.bounds
         return (lowest_label if apart_from == IGNORED else low), high
@@ -450,20 +469,15 @@ def _version_in(array, tensors):
     return None
 
 
-def _guards(saved, tensors, out, version):
-    """(version, its writes so far) for each saved array that lies in the memory of an input or of the output.
+def _memories(saved):
+    """The ids of the memories in which the saved arrays lie."""
+    return {id(owner(array)) for array in (saved if isinstance(saved, tuple) else (saved,)) if hasattr(array, "base")}
 
-    Nobody else can reach the other saved arrays, which forward made for itself.
-    """
-    guards = []
-    for array in saved if isinstance(saved, tuple) else (saved,):
-        if array is not None and hasattr(array, "base"):
-            found = _version_in(array, tensors)
-            if found is None and (array is out or (array.base is not None or out.base is not None) and owner(array) is owner(out)):
-                found = version
-            if found is not None:
-                guards.append((found, found.writes))
-    return guards
+
+def versions_of(saved, tensors):
+    """The `Version` of each of the tensors in whose memory one of the saved arrays lies."""
+    memories = _memories(saved)
+    return [t.version for t in tensors if isinstance(t, Tensor) and id(owner(t.array)) in memories]
 
 
 def constant(array):
@@ -506,10 +520,13 @@ def _walk(root, gradient, retain_graph):
         for source, g in zip(node.inputs, gradients):
             if g is None:
                 continue
-            mine = node.lets_go and _is_fresh(g, dy, gradients, node.saved)
+            mine = g.base is None and sys.getrefcount(g) <= _REFERENCES
             if isinstance(source, Tensor):
                 _reach_leaf(source, g, hooked, mine)
-            elif _wait(waiting, source.id, source, g, mine):
+            elif source.id in waiting:
+                _add_waiting(waiting[source.id], g, mine)
+            else:
+                waiting[source.id] = [source, g, mine]
                 heapq.heappush(heap, -source.id)
         if not retain_graph and node.saved is not None:
             node.saved = _RELEASED
@@ -542,10 +559,10 @@ def node_backward(node, dy):
     if node.saved is _RELEASED:
         raise RuntimeError(f"backward through {_where(node)} a second time: what it saved was freed by the first call; "
                            f"run the forward pass again, or call the first backward with retain_graph=True")
-    for version, writes in node.guards:
-        if version.writes != writes:
+    for version in node.versions:
+        if version.written > node.id and (isinstance(node.saved, Absent) or version.is_of(node.saved)):
             raise RuntimeError(f"backward through {_where(node)}: an array that it needs was modified by an inplace operation "
-                               f"after the forward pass ({version.writes - writes} write(s)); write to a .clone() instead")
+                               f"after the forward pass; write to a .clone() instead")
     if isinstance(node.saved, Absent):
         node.saved = node.saved.again()
     try:
@@ -556,15 +573,19 @@ def node_backward(node, dy):
         gradients = (gradients,)
     if len(gradients) > len(node.inputs):
         raise RuntimeError(f"backward of {_where(node)} returned {len(gradients)} gradients for {len(node.inputs)} arguments")
-    return [None if source is None or g is None else _fit(node, source, g) for source, g in zip(node.inputs, gradients)]
+    found = []
+    for source, g in zip(node.inputs, gradients):
+        if source is None or g is None:
+            found.append(None)
+        else:
+            like = source.array if isinstance(source, Tensor) else source
+            fits = isinstance(g, np.ndarray) and g.dtype is like.dtype and g.shape == like.shape
+            found.append(g if fits else _fit(node, like.shape, like.dtype, g))
+    return found
 
 
-def _fit(node, source, g):
+def _fit(node, shape, wanted, g):
     """A gradient in the shape and dtype of the input it belongs to."""
-    like = source.array if isinstance(source, Tensor) else source
-    shape, wanted = like.shape, like.dtype
-    if isinstance(g, np.ndarray) and g.dtype == wanted and g.shape == shape:
-        return g
     if not hasattr(g, "dtype") or isinstance(g, Tensor):
         raise TypeError(f"backward of {_where(node)} returned a {type(g).__name__} as a gradient; it must return arrays, in a tuple "
                         f"where there are several, and None where there is none")
@@ -581,25 +602,17 @@ def _fit(node, source, g):
     return g
 
 
-def _is_fresh(g, dy, gradients, saved):
-    """True when nothing else in this step holds its memory: it is neither a view, nor dy, nor saved, nor part of another gradient."""
-    if g.base is not None or g is dy:
-        return False
-    for array in saved if isinstance(saved, tuple) else (saved,):
-        if array is g:
-            return False
-    found = 0
-    for other in gradients:
-        found += other is g or other is not None and other.base is not None and owner(other) is g
-    return found == 1
+def _references():
+    """What Python counts, in a loop such as that of `_walk`, of an array that nobody else holds."""
+    for _, g in zip([None], [np.empty(0)]):
+        return sys.getrefcount(g)
 
 
-def _wait(waiting, key, source, g, mine):
-    """Adds to what waits for `source`; True for the first gradient. Written in place is only what nobody else holds, `mine`."""
-    entry = waiting.get(key)
-    if entry is None:
-        waiting[key] = [source, g, mine]
-        return True
+_REFERENCES = _references()                     # more: it is dy, or saved, or somebody else's; or views of it are
+
+
+def _add_waiting(entry, g, mine):
+    """Adds to what waits for a node. Written in place is only what nobody else holds, `mine`."""
     if entry[2]:
         entry[1] += g
     elif mine:
@@ -607,17 +620,18 @@ def _wait(waiting, key, source, g, mine):
         entry[1], entry[2] = g, True
     else:
         entry[1], entry[2] = array_module(g).asarray(entry[1] + g), True
-    return False
 
 
 def _reach_leaf(leaf, g, hooked, mine):
     """A gradient has come to a leaf: into its `.grad`, or among those that wait for hooks; nowhere if it was frozen since forward."""
     if not leaf._requires_grad:
         return
-    if leaf.hooks:
-        _wait(hooked, id(leaf), leaf, g, mine)
-    else:
+    if not leaf.hooks:
         _accumulate(leaf, g, mine)
+    elif id(leaf) in hooked:
+        _add_waiting(hooked[id(leaf)], g, mine)
+    else:
+        hooked[id(leaf)] = [leaf, g, mine]
 
 
 def _accumulate(leaf, g, mine):
@@ -626,13 +640,14 @@ def _accumulate(leaf, g, mine):
         return _gather(_mode.gathered, leaf, g, mine)
     if leaf.hooks:
         g, mine = _after_hooks(leaf.hooks, g), False
-    if leaf.grad is None:
-        leaf.grad = constant(g if mine else g.copy())
-    elif not is_writable(leaf.grad.array):                  # one that was assigned, made by expand
-        leaf.grad = constant(leaf.grad.array + g)
+    grad = leaf._grad
+    if grad is None:
+        leaf._grad = constant(g if mine else g.copy())
+    elif not is_writable(grad.array):                       # one that was assigned, made by expand
+        leaf._grad = constant(grad.array + g)
     else:
-        leaf.grad.array += g
-        leaf.grad.version.writes += 1
+        grad.array += g
+        grad.version.wrote(grad.array)
 
 
 # --- gradients of several threads: apart, and then added up ----------------------------------------------------------

@@ -54,10 +54,10 @@ def _rational(t, fraction):
     return polynomial(t, fraction[0]) / polynomial(t, fraction[1])
 
 
-def polynomial(t, coefficients):
+def polynomial(t, coefficients, out=None):
     """Σ c_i tⁱ by Horner's rule, highest power first, in one buffer."""
     first, *rest = coefficients
-    y = t * first
+    y = array_module(t).multiply(t, first, out=out)
     for c in rest[:-1]:
         y += c
         y *= t

@@ -19,7 +19,7 @@ from .size import Size, namedtuple_of
 class Tensor:
     """array: the numbers (NumPy or CuPy);  grad: a Tensor once backward has been here;  node: what made it, None for a leaf.
 
-    `version` counts in-place writes to the memory and is shared by all tensors that view it; `seen` is how many recorded
+    `version` knows of in-place writes to the memory and is shared by all tensors that view it; `seen` is how many recorded
     ones this tensor knows of (autograd.py, "in-place writes"), None for one that has no history.
     """
     __slots__ = ("array", "_grad", "node", "_requires_grad", "version", "seen", "hooks", "__weakref__")
@@ -35,13 +35,12 @@ class Tensor:
         self.array, self.node, self.version = array, node, version
         self.seen, self._requires_grad = version.recorded, node is not None
         self._grad = self.hooks = None
-
-    @classmethod
-    def _wrap(cls, array, node, version):
-        """A tensor around this very array."""
-        self = Tensor.__new__(Tensor)
-        self._set(array, node, version)
         return self
+
+    @staticmethod
+    def _wrap(array, node, version):
+        """A tensor around this very array."""
+        return object.__new__(Tensor)._set(array, node, version)
 
     # --- what it is ---------------------------------------------------------------------------------------------------
     shape = property(lambda self: Size(self.array.shape))
@@ -244,7 +243,7 @@ class Tensor:
     def _store(self, values):
         self._check_writable()
         self.array[...] = values
-        self.version.writes += 1
+        self.version.wrote(self.array)
 
     def _check_writable(self):
         if not is_writable(self.array):
@@ -276,7 +275,7 @@ class Tensor:
         else:
             self._check_writable()
             index.write(self.array, autograd.array_of(value), key)
-            self.version.writes += 1
+            self.version.wrote(self.array)
 
     def _just_written_through(self, part, key):
         """True when `part` is self[key] after an in-place write: Python runs x[key] += 1 as part = x[key]; part += 1; x[key] = part."""
@@ -382,20 +381,24 @@ class Tensor:
 
 
 def _operator(op, reflected=False):
-    """An operator that leaves operands it does not know to the other side, so that Python raises its usual TypeError."""
+    """An operator that leaves operands it does not know to the other side, so that Python raises its usual TypeError.
+
+    op: the class of the operation, or a function.
+    """
+    run, name = (op.apply, op.__name__.lower()) if isinstance(op, type) else (op, op.__name__.rstrip("_"))
+
     def method(self, other):
+        if isinstance(other, _OPERANDS):
+            return run(other, self) if reflected else run(self, other)
         if isinstance(other, np.ndarray):
-            raise TypeError(f"{op.__name__.rstrip('_')}: a tensor and a NumPy array do not mix; make a tensor of the array with "
-                            f"tinygrad_tf.from_numpy(...)")
-        if not isinstance(other, Tensor) and not isinstance(other, _NUMBERS):
-            return NotImplemented
-        return op(other, self) if reflected else op(self, other)
+            raise TypeError(f"{name}: a tensor and a NumPy array do not mix; make a tensor of the array with tinygrad_tf.from_numpy(...)")
+        return NotImplemented
     return method
 
 
-_NUMBERS = (bool, int, float, np.generic)
-for _name, _op in {"add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmetic.mul, "truediv": arithmetic.div,
-                   "floordiv": arithmetic.floor_divide, "mod": arithmetic.remainder, "pow": arithmetic.pow, "matmul": linear.matmul,
+_OPERANDS = (Tensor, bool, int, float, np.generic)
+for _name, _op in {"add": arithmetic.Add, "sub": arithmetic.Sub, "mul": arithmetic.Mul, "truediv": arithmetic.Div,
+                   "floordiv": arithmetic.floor_divide, "mod": arithmetic.Remainder, "pow": arithmetic.Pow, "matmul": linear.matmul,
                    "eq": arithmetic.eq, "ne": arithmetic.ne, "lt": arithmetic.lt, "le": arithmetic.le, "gt": arithmetic.gt,
                    "ge": arithmetic.ge, "and": arithmetic.bitwise_and, "or": arithmetic.bitwise_or, "xor": arithmetic.bitwise_xor}.items():
     setattr(Tensor, f"__{_name}__", _operator(_op))

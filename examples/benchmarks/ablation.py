@@ -57,7 +57,7 @@ def softmax_shift():
 def new_sums():
     """Where two gradients meet, their sum is a new array; the first to reach a leaf is copied."""
     from tinygrad_tf import autograd
-    autograd._is_fresh = lambda g, dy, gradients, saved: False
+    autograd._REFERENCES = -1
 
 
 def flat_products():
@@ -100,11 +100,12 @@ def cubes():
 
     from tinygrad_tf.ops.activation import GeluTanh
 
-    def curve(self, xp, x, wanted):
+    def curve(self, xp, x, y, slope=None):
         c = np.float32(math.sqrt(2 / math.pi))
         t = np.tanh(c * (x + np.float32(0.044715) * x ** 3))
-        y = 0.5 * x * (1 + t)
-        return (y, 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * np.float32(0.044715) * x * x)) if wanted else (y,)
+        y[...] = 0.5 * x * (1 + t)
+        if slope is not None:
+            slope[...] = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * np.float32(0.044715) * x * x)
     GeluTanh.curve = curve
 
 
@@ -136,8 +137,16 @@ def fused():
 
 def settings():
     """NumPy's setting for floating-point errors is made anew for each operation."""
-    from tinygrad_tf import backend
-    backend._setting = None
+    import numpy as np
+
+    from tinygrad_tf import autograd
+    autograd.enter_quiet, autograd.leave_quiet = lambda: np.seterr(all="ignore"), lambda before: np.seterr(**before)
+
+
+def subnormals():
+    """Numbers below 1.2e-38 are computed with as they are."""
+    import tinygrad_tf as torch
+    torch.set_flush_denormal(False)
 
 
 def float64():
@@ -149,7 +158,7 @@ def float64():
 TRICKS = {"allocator": allocator, "float32": float64, "fused operations": fused, "flat products": flat_products,
           "products, not einsum": einsum, "x · x · x": cubes, "pieces": whole_arrays, "row sums and maxima": row_sums,
           "softmax without its maximum": softmax_shift,
-          "sums in place": new_sums, "error setting made once": settings}
+          "sums in place": new_sums, "error setting made once": settings, "subnormals as 0": subnormals}
 EXCLUDED_FROM_ALL = ("products, not einsum", "x · x · x")      # of what is undone together: others stand in their place
 
 
@@ -164,6 +173,7 @@ ALL = "all of them"
 def prepare(name, sizes, calls):
     """A worker: its first loss, and a function that answers with the seconds of a step."""
     import tinygrad_tf as torch
+    torch.set_flush_denormal(True)
     undo(name)
     if name not in ("allocator", ALL):
         torch.backend.tune_allocator()

@@ -56,8 +56,8 @@ def test_trunc_normal_warns_far_outside_and_refuses_nonsense():
     (lambda t: init.uniform_(t, -1.0, 1.0), 1 / math.sqrt(3)), (lambda t: init.normal_(t, 5.0, 0.1), 0.1)])
 def test_standard_deviations(fill, std):
     weight = nn.Parameter(torch.empty(40, 50, 2, 3))
-    version = weight.version.writes
-    assert fill(weight) is weight and weight.is_leaf and weight.requires_grad and weight.version.writes > version
+    version = weight.version.written
+    assert fill(weight) is weight and weight.is_leaf and weight.requires_grad and weight.version.written > version
     assert abs(weight.detach().cpu().numpy().std() / std - 1) < 0.03
 
 

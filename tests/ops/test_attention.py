@@ -10,8 +10,10 @@ from twins import assert_leaves_memory_alone, assert_twins
 import tinygrad_tf
 from tinygrad_tf import bool as bool_
 from tinygrad_tf import float16, manual_seed, ones, randn, tensor, where, zeros
+from tinygrad_tf.autograd import observing
+from tinygrad_tf.ops import sdpa
 from tinygrad_tf.ops._rows import MODERATE
-from tinygrad_tf.ops.attention import attention_weights
+from tinygrad_tf.ops.attention import _product, attention_weights
 from tinygrad_tf.ops.dropout import dropout
 from tinygrad_tf.ops.sdpa import scaled_dot_product_attention
 from tinygrad_tf.ops.softmax import softmax
@@ -380,3 +382,55 @@ def test_nothing_leaks_among_many_scores(junk):
         return [host(out.array)] + [host(x.grad.array) for x in leaves]
     for clean, found in zip(run(0.0), run(junk), strict=True):
         assert np.allclose(clean, found, atol=2e-6)
+
+
+# --- what is kept from call to call, and how gradients lie in memory -----------------------------------------------------
+
+ORDERS = list(itertools.permutations(range(4)))         # of the axes [B, H, T, Dh] in memory
+
+
+def lying(shape, order):
+    """Random numbers of that shape, whose axes lie in memory in that order."""
+    return RANDOM.normal(size=[shape[i] for i in order]).astype(np.float32).transpose(np.argsort(order))
+
+
+@pytest.mark.host("CuPy's products are new arrays")
+@pytest.mark.parametrize("T", [1, 5, 64])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_product_may_lie_in_memory_as_another_array(order, T):
+    """The same bits; in that order of axes where each row stays in one piece."""
+    a, b, like = lying((2, 3, T, 7), ORDERS[0]), lying((2, 3, 7, 8), order), lying((2, 3, T, 8), order)
+    found, plain = _product(a, b, None, like), a @ b
+    assert found.tobytes() == plain.tobytes()
+    assert T == 1 or found.strides == (like if order[-1] == 3 else plain).strides       # of an axis of size 1 any stride is right
+    assert _product(a[:1], b, None, like).tobytes() == (a[:1] @ b).tobytes()            # where the leading axes are broadcast
+    assert _product(a, b, None, like[:1]).tobytes() == plain.tobytes()
+
+
+@pytest.mark.host("CuPy's products are new arrays")
+def test_gradients_of_heads_that_were_cut_from_rows_lie_in_rows():
+    rows, seen = [randn(2, 6, 3, 4, requires_grad=True) for _ in range(3)], []
+    heads = [x.transpose(1, 2) for x in rows]
+    for x in heads:
+        x.register_hook(lambda g: seen.append(g.array))
+    scaled_dot_product_attention(*heads, is_causal=True).sum().backward()
+    assert [g.strides for g in seen] == [x.array.strides for x in reversed(heads)]
+    assert all(x.grad.array.flags.c_contiguous for x in rows)
+
+
+@pytest.mark.host("on a GPU no bias is kept")
+def test_a_small_bias_of_a_band_is_made_once(monkeypatch):
+    """The same numbers as of one that is not kept; nobody can write into it."""
+    def biases(*queries):
+        seen = []
+        with observing(lambda node, args, out: seen.append((args[3].array, out.array))):
+            for x in queries:
+                scaled_dot_product_attention(x, x, x, is_causal=True, window=2)
+        return seen
+    x = randn(2, 5, 4)
+    half, wide = x.half(), x.double()
+    (a, y), (b, z), (c, _), (d, _) = biases(x, x, half, wide)
+    assert a is b and not a.flags.writeable and [n.dtype for n in (a, c, d)] == [np.float32, np.float32, np.float64]
+    monkeypatch.setattr(sdpa, "KEPT", 24)
+    (a2, y2), (b2, _) = biases(x, x)
+    assert a2 is not b2 and a2.tobytes() == a.tobytes() and y2.tobytes() == y.tobytes() == z.tobytes()

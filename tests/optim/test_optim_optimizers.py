@@ -73,10 +73,10 @@ def test_a_parameter_without_gradient_is_left_alone(kind, options):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_steps_are_in_place_and_keep_the_dtype(kind, options, dtype):
     p = parameter(1.0, 2.0, grad=[1.0, -1.0], dtype=dtype)
-    array, version, gradient = p.array, p.version.writes, p.grad.tolist()
+    array, version, gradient = p.array, p.version.written, p.grad.tolist()
     optimizer = kind([p], **options)
     optimizer.step()
-    assert p.array is array and p.dtype == dtype and p.version.writes > version and p.grad.tolist() == gradient
+    assert p.array is array and p.dtype == dtype and p.version.written > version and p.grad.tolist() == gradient
     assert all(v.dtype == dtype for name, v in optimizer.state[p].items() if name != "step")
 
 

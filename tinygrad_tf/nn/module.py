@@ -120,10 +120,10 @@ class Module:
 
     def __call__(self, *args, **kwargs):
         """forward, with the hooks before and after it; a hook that returns something other than None replaces the value."""
-        for hook, with_kwargs in tuple(self._forward_pre_hooks.values()):
+        for hook, with_kwargs in self._forward_pre_hooks and tuple(self._forward_pre_hooks.values()):
             args, kwargs = self._run_pre_hook(hook, with_kwargs, args, kwargs)
         out = self.forward(*args, **kwargs)
-        for hook, with_kwargs in tuple(self._forward_hooks.values()):
+        for hook, with_kwargs in self._forward_hooks and tuple(self._forward_hooks.values()):
             changed = hook(self, args, kwargs, out) if with_kwargs else hook(self, args, out)
             out = out if changed is None else changed
         return out

@@ -203,9 +203,9 @@ class RotaryEmbedding(Module):
     def _end_of(self, positions):
         """The largest position + 1; ValueError for negative ones."""
         array, writes, end = self._last_checked
-        if array is not positions.array or writes != positions.version.writes:
+        if array is not positions.array or writes != positions.version.written:
             end = _checked_end(_end_of_positions(positions.array))
-            self._last_checked = positions.array, positions.version.writes, end
+            self._last_checked = positions.array, positions.version.written, end
         return end
 
     def _rows_at(self, x, positions, end):

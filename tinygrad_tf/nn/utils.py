@@ -77,7 +77,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     if not scale >= 1:                          # also where it is NaN: as in PyTorch, all gradients show it
         for g in grads:
             g.array *= scale
-            g.version.writes += 1
+            g.version.wrote(g.array)
     return tensor(total, device=grads[0].device if grads else None)
 
 

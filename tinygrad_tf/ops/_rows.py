@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from ..backend import array_module, scatter_add
+from ..backend import array_module, as_rows, ones_beside, scatter_add
 from ..dtypes import is_float
 
 
@@ -51,8 +51,7 @@ def sum_along(x, axis):
     """Σ over one axis or several, which stay with size 1."""
     if not _has_fast_rows(x, axis):
         return x.sum(axis=axis, keepdims=True)
-    rows = x.reshape(-1, x.shape[-1])
-    return (rows @ np.ones(rows.shape[1], x.dtype)).reshape(*x.shape[:-1], 1)
+    return (as_rows(x) @ ones_beside(x, x.shape[-1])).reshape(*x.shape[:-1], 1)
 
 
 def dot_along(a, b, axis):
@@ -80,17 +79,14 @@ def scatter_rows(n, ids, rows):
 PIECE = 1 << 16                                 # elements: 256 KiB of float32, of which an L2 cache holds several
 
 
-def in_pieces(function, x):
-    """function(x), a tuple of arrays like x, where each element is computed by itself: a flat piece of x at a time, for the cache.
+def in_pieces(function, x, n):
+    """n of 2 arrays like x, else None, into which function(x, *arrays) writes each element by itself: a piece at a time, for the cache.
 
     Half of the time of a formula of a dozen steps on millions of elements; smaller pieces lose it again to NumPy's cost of a call.
     """
-    flat = x.reshape(-1)
-    if x.size <= 2 * PIECE or array_module(x) is not np:
-        return tuple(whole.reshape(x.shape) for whole in function(flat))
-    results = [np.empty_like(flat) for _ in function(flat[:0])]
-    for start in range(0, x.size, PIECE):
-        piece = slice(start, start + PIECE)
-        for whole, part in zip(results, function(flat[piece])):
-            whole[piece] = part
-    return tuple(whole.reshape(x.shape) for whole in results)
+    flat, xp = x.reshape(-1), array_module(x)
+    results = [xp.empty_like(flat) for _ in range(n)]
+    size = PIECE if x.size > 2 * PIECE and xp is np else max(x.size, 1)
+    for start in range(0, x.size, size):
+        function(*[whole[start:start + size] for whole in (flat, *results)])
+    return [whole.reshape(x.shape) for whole in results] + [None] * (2 - n)

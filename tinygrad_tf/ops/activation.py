@@ -1,5 +1,6 @@
 """Activations: what stands between the two linear layers of a feed-forward network. Each acts on one element."""
 import math
+from functools import partial
 
 from ..autograd import FLOAT32, Function
 from ..backend import array_module, at_least_float32
@@ -64,7 +65,7 @@ class Erf(Function):
 class Smooth(Function):
     """y = f(x),  dx = dy · f′(x). The slope f′ is computed while f is at hand: cheaper than keeping x and starting again.
 
-    Subclasses define curve(xp, x, wanted), which returns (f(x), f′(x)), or (f(x),) where no slope is wanted; and the name of their kernel.
+    Subclasses define curve(xp, x, y, slope=None), which writes f(x) into y and f′(x) into slope; and the name of their kernel.
     """
 
     def forward(self, x):
@@ -72,8 +73,7 @@ class Smooth(Function):
         if fused.serves(x32):
             y, self.saved = fused.activation(x32, self.kernel, wanted)
         else:
-            y, *slopes = in_pieces(lambda part: self.curve(array_module(x), part, wanted), x32)
-            self.saved = slopes[0] if wanted else None
+            y, self.saved = in_pieces(partial(self.curve, array_module(x)), x32, 1 + wanted)
         return y.astype(x.dtype, copy=False)
 
 
@@ -81,20 +81,18 @@ class Gelu(Smooth):
     """y = x · Φ(x),  Φ(x) = (1 + erf(x/√2)) / 2.    dx = dy · (Φ(x) + x · φ(x)),  φ(x) = e^(−x²/2) / √(2π)       (guide 9.2)"""
     kernel = "gelu"
 
-    def curve(self, xp, x, wanted):
+    def curve(self, xp, x, y, slope=None):
         cdf = erf_of(x * math.sqrt(0.5))
         cdf += 1
         cdf *= 0.5
-        y = x * cdf
-        if not wanted:
-            return y,
-        pdf = x * x
-        pdf *= -0.5
-        xp.exp(pdf, out=pdf)
-        pdf *= 1 / math.sqrt(2 * math.pi)
-        pdf *= x
-        pdf += cdf
-        return y, pdf
+        xp.multiply(x, cdf, out=y)
+        if slope is not None:
+            pdf = xp.multiply(x, x, out=slope)
+            pdf *= -0.5
+            xp.exp(pdf, out=pdf)
+            pdf *= 1 / math.sqrt(2 * math.pi)
+            pdf *= x
+            pdf += cdf
 
     def backward(self, dy):
         slope = self.saved
@@ -108,7 +106,7 @@ class GeluTanh(Smooth):
     """
     kernel = "gelu_tanh"
 
-    def curve(self, xp, x, wanted):
+    def curve(self, xp, x, y, slope=None):
         c = math.sqrt(2 / math.pi)
         square = x * x                          # x³ as a product: float32 x**3 calls pow, 200 times slower
         u = polynomial(square, (0.044715 * c, c))
@@ -116,14 +114,12 @@ class GeluTanh(Smooth):
         gate = xp.tanh(u, out=u)
         gate += 1
         gate *= 0.5
-        y = x * gate
-        if not wanted:
-            return y,
-        slope = polynomial(square, (6 * 0.044715 * c, 2 * c))
-        slope *= 1 - gate                       # 0 far out: before y, so that no product overflows up to |x| = 10¹⁹
-        slope *= y
-        slope += gate
-        return y, slope
+        xp.multiply(x, gate, out=y)
+        if slope is not None:
+            polynomial(square, (6 * 0.044715 * c, 2 * c), out=slope)
+            slope *= 1 - gate                   # 0 far out: before y, so that no product overflows up to |x| = 10¹⁹
+            slope *= y
+            slope += gate
 
     def backward(self, dy):
         slope = self.saved
@@ -134,17 +130,15 @@ class Silu(Smooth):
     """y = x · σ(x),  σ(x) = 1 / (1 + e⁻ˣ).    dx = dy · (σ + y · (1 − σ))       (guide 10.3)"""
     kernel = "silu"
 
-    def curve(self, xp, x, wanted):
+    def curve(self, xp, x, y, slope=None):
         gate = xp.exp(-x)                       # e^large is inf and 1/inf the right 0; tanh would round small σ away
         gate += 1
         gate = 1 / gate
-        y = x * gate
-        if not wanted:
-            return y,
-        slope = 1 - gate
-        slope *= y
-        slope += gate
-        return y, slope
+        xp.multiply(x, gate, out=y)
+        if slope is not None:
+            xp.subtract(1, gate, out=slope)
+            slope *= y
+            slope += gate
 
     def backward(self, dy):
         slope = self.saved

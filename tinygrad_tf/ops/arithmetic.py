@@ -98,7 +98,7 @@ class Binary(Function):
     def forward(self, a, b):
         a, b = self.promote(a, b)
         try:
-            return self.compute(array_module(a, b), a, b)
+            return self.compute(a, b)
         except ValueError:
             raise broadcast_error(type(self).__name__.lower(), a, b) from None
 
@@ -106,8 +106,8 @@ class Binary(Function):
 class Add(Binary):
     """y = a + b.    da = dy,  db = dy"""
 
-    def compute(self, xp, a, b):
-        return xp.add(a, b)
+    def compute(self, a, b):
+        return a + b
 
     def backward(self, dy):
         return dy, dy
@@ -121,8 +121,8 @@ class Sub(Binary):
             _refuse_bool("sub", x, hint="use ^ or logical_xor for two of them, ~ to negate")
         return super().forward(a, b)
 
-    def compute(self, xp, a, b):
-        return xp.subtract(a, b)
+    def compute(self, a, b):
+        return a - b
 
     def backward(self, dy):
         return dy, -dy if self.needs[1] else None
@@ -131,9 +131,9 @@ class Sub(Binary):
 class Mul(Binary):
     """y = a · b.    da = dy · b,  db = dy · a"""
 
-    def compute(self, xp, a, b):
+    def compute(self, a, b):
         self.saved = (a if self.needs[1] else None), (b if self.needs[0] else None)
-        return xp.multiply(a, b)
+        return a * b
 
     def backward(self, dy):
         a, b = self.saved
@@ -146,8 +146,8 @@ class Div(Binary):
 
     promote = staticmethod(promote_to_float)
 
-    def compute(self, xp, a, b):
-        y = xp.true_divide(a, b)
+    def compute(self, a, b):
+        y = a / b
         self.saved = b, (y if self.needs[1] else None)
         return y
 
@@ -172,9 +172,9 @@ class Pow(Binary):
 
     promote = staticmethod(_promote_powers)
 
-    def compute(self, xp, a, b):
+    def compute(self, a, b):
         _refuse_bool("pow", a, b)
-        y = _power(xp, a, b)
+        y = _power(array_module(a, b), a, b)
         self.saved = a, b, (y if self.needs[1] else None)
         return y
 
@@ -207,9 +207,9 @@ def _power(xp, a, b):
 class Maximum(Binary):
     """y = max(a, b); NaN wins.    The gradient goes to the larger operand, half to each where they are equal."""
 
-    def compute(self, xp, a, b):
+    def compute(self, a, b):
         self.saved = a, b
-        return xp.maximum(a, b)
+        return array_module(a, b).maximum(a, b)
 
     def backward(self, dy):
         a, b = self.saved
@@ -219,9 +219,9 @@ class Maximum(Binary):
 class Minimum(Binary):
     """y = min(a, b); NaN wins.    The gradient goes to the smaller operand; half to each where they are equal."""
 
-    def compute(self, xp, a, b):
+    def compute(self, a, b):
         self.saved = a, b
-        return xp.minimum(a, b)
+        return array_module(a, b).minimum(a, b)
 
     def backward(self, dy):
         a, b = self.saved
@@ -547,11 +547,11 @@ class Round(Function):
 class Remainder(Binary):
     """y = a − b · ⌊a / b⌋, with the sign of b.    da = dy,  db = −dy · ⌊a / b⌋. Integers by zero raise."""
 
-    def compute(self, xp, a, b):
+    def compute(self, a, b):
         _refuse_bool("remainder", a, b)
         _refuse_zero_divisor("remainder", b)
         self.saved = a, b
-        return xp.remainder(a, b)
+        return a % b
 
     def backward(self, dy):
         a, b = self.saved

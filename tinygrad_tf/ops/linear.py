@@ -48,12 +48,12 @@ class Linear(Function):
     autocast = LOW
 
     def forward(self, x, w, b):
-        if any(p is not None and p.dtype != x.dtype for p in (w, b)):
+        if w.dtype != x.dtype or b is not None and b.dtype != x.dtype:
             raise RuntimeError(f"linear: input {x.dtype}, weight {w.dtype}"
                                f"{'' if b is None else f' and bias {b.dtype}'} must have one dtype; convert with .to(dtype)")
         rows = as_rows(x)
         self.saved = (rows if self.needs[1] else None), (w if self.needs[0] else None)
-        y = product(wide(rows), wide(w).T)
+        y = wide(rows) @ wide(w).T
         if b is not None:
             y += b
         return y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], w.shape[0])

@@ -22,6 +22,8 @@ def normalize_dims(op, dim, ndim):
 
 def normalize_dim(op, dim, ndim):
     """One axis as a non-negative int."""
+    if type(dim) is int and -ndim <= dim < ndim:
+        return dim % ndim
     try:
         d = operator.index(None if isinstance(dim, bool) else dim)
     except TypeError:

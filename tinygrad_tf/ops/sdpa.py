@@ -10,7 +10,7 @@ They differ by rounding, and in what they draw for dropout. By default the size 
 import math
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import and_
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ BACKENDS = ("dense", "tiled", "cuda", "emulator")
 DENSE_SCORES = 1 << 24                          # 64 MiB of float32
 DENSE_SCORES_OF_A_BAND = 1 << 20                # causal or a window: tiles save work
 DENSE_SCORES_ON_GPU = 1 << 18                   # an estimate
+KEPT = 1 << 16                                  # scores up to which the bias of a band is kept
 SMALL_PRODUCT = 10**6                           # multiplications up to which OpenBLAS packs nothing, with AVX-512: a third faster
 
 _forced = ContextVar("sdpa_backend", default=())        # the _Forced around this place, the innermost last
@@ -172,7 +173,7 @@ def attend(op, query, key, value, sight, dropout_p=0.0, scale=None, enable_gqa=F
     if backend is None:
         backend, sight = choose(query, key, value, sight, dropout_p)
     if backend in ("cuda", "emulator"):
-        return _kernel(query, key, value, sight, scale)
+        return KernelAttention.apply(query, key, value, sight.valid_tokens, sight.band, scale)
     grouped = _grouped(op, query, key, value, sight) if enable_gqa else (query, key, value, with_axes(query, sight))
     shape = _checked_shape(op, *grouped)
     out = (_dense if backend == "dense" else _tiled)(*grouped, dropout_p, scale, shape)
@@ -256,7 +257,7 @@ def _warn_of_wide_heads(query, value):
 def with_axes(query, sight):
     """The sight with valid_tokens as a mask that has the axes of the scores, [B, 1, …, 1, Tk]."""
     valid = sight.valid_tokens
-    return sight._replace(valid_tokens=None if valid is None else valid[(slice(None), *[None] * (query.ndim - 2))])
+    return sight if valid is None else sight._replace(valid_tokens=valid[(slice(None), *[None] * (query.ndim - 2))])
 
 
 def _grouped(op, query, key, value, sight):
@@ -292,7 +293,23 @@ def one_mask(query, key, sight):
 
 def _dense(query, key, value, sight, dropout_p, scale, shape):
     keep = draw_keep(at_least_float32(query.array), dropout_p, shape) if dropout_p else None
-    return Attention.apply(query, key, value, _bias(query, key, one_mask(query, key, sight), False), keep, scale)
+    return Attention.apply(query, key, value, _one_bias(query, key, sight), keep, scale)
+
+
+def _one_bias(query, key, sight):
+    """What is added to the scores. That of a band alone is the same in all layers, and a small one is kept."""
+    q, (who, *masks), size = query.array, sight, (query.array.shape[-2], key.array.shape[-2])
+    if any(m is not None for m in masks) or not isinstance(q, np.ndarray) or math.prod(size) > KEPT:
+        return _bias(query, key, one_mask(query, key, sight), False)
+    bias = _bias_of_band(who, *size, q.dtype)
+    return None if bias is None else constant(bias)
+
+
+@lru_cache(maxsize=16)
+def _bias_of_band(who, Tq, Tk, dtype):
+    """0 where a query sees a key and −inf where not, read-only; None where each sees all."""
+    allowed, zero = who.allowed(range(Tq), range(Tk), np), at_least_float32(np.zeros(1, dtype))
+    return None if allowed is None else np.broadcast_to(np.where(allowed, zero, zero - np.inf), (Tq, Tk))
 
 
 def _tiled(query, key, value, sight, dropout_p, scale, shape):
@@ -301,10 +318,6 @@ def _tiled(query, key, value, sight, dropout_p, scale, shape):
     plan = Plan(sight.band, _tile(query, value, shape), scale, (draw_key(), dropout_p) if dropout_p else None,
                 sight.mod and mod)
     return TiledAttention.apply(query, key, value, sight.bias, sight.allowed, sight.valid_tokens, plan)
-
-
-def _kernel(query, key, value, sight, scale):
-    return KernelAttention.apply(query, key, value, sight.valid_tokens, sight.band, scale)
 
 
 def _tile(query, value, shape):

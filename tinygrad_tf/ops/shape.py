@@ -16,7 +16,7 @@ def as_shape(op, sizes):
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
         sizes = sizes[0]
     try:
-        return tuple(operator.index(n) for n in sizes)
+        return tuple(map(operator.index, sizes))
     except TypeError:
         raise TypeError(f"{op}: sizes must be ints, got {sizes}") from None
 
@@ -45,7 +45,7 @@ class Permute(Moving):
         return x.transpose(dims)
 
     def backward(self, dy):
-        return dy.transpose(np.argsort(self.dims).tolist())
+        return dy.transpose(tuple(map(self.dims.index, range(dy.ndim))))
 
 
 class Expand(Moving):
@@ -178,11 +178,10 @@ def reshape(input, *shape):
 
 
 def _check_reshape(op, x, shape):
-    known = math.prod(n for n in shape if n != -1)
-    free = shape.count(-1)
+    known, free = abs(math.prod(shape)), shape.count(-1)
     if free > 1:
         raise RuntimeError(f"{op}: only one dimension can be inferred (-1), got {shape}")
-    if any(n < -1 for n in shape):
+    if min(shape, default=0) < -1:
         raise RuntimeError(f"{op}: invalid shape dimension in {shape}; sizes are ≥ 0, or one −1")
     if free and known == 0:
         raise RuntimeError(f"{op}: cannot infer the −1 in {shape} because the other sizes multiply to 0")

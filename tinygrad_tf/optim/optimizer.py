@@ -128,7 +128,7 @@ class Optimizer:
             update = self._update_together if type(self).update is Optimizer.update and self._are_apart(waiting) else self._update_each
             for params, options in waiting:
                 for p in params:
-                    p.version.writes += 1       # before: also where an update fails half-way
+                    p.version.wrote(p.array)    # before: also where an update fails half-way
                 update(params, options)
         return loss
 

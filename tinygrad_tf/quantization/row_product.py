@@ -65,7 +65,7 @@ class RowProduct:
 
     def _factors(self, dtype):
         """s and z as [G or 1, 1, out]; made anew where the buffers were written to, as by load_state_dict. z: None where it is 0."""
-        writes = dtype, *(None if part is None else part.version.writes for part in self.factors)
+        writes = dtype, *(None if part is None else part.version.written for part in self.factors)
         if writes != self.writes:
             scale, zero = map(array_of, self.factors)
             if zero is None and self.per > 1:

@@ -10,6 +10,7 @@ import numpy as np
 from .. import dtypes, random
 from ..amp import GradScaler, autocast
 from ..arguments import described
+from ..backend import flushing_denormal
 from ..creation import as_tensor
 from ..data import LMBatch, baselines, load_text, require_length, split_train_validation
 from ..nn.moe import routings, update_biases
@@ -169,7 +170,7 @@ class Trainer:
         process trains in the folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder), self.shards, np.errstate(over="ignore", invalid="ignore"):       # _check_finite finds it
+        with locked(self.folder), flushing_denormal(), self.shards, np.errstate(over="ignore", invalid="ignore"):   # _check_finite finds it
             remove_leftovers(self.folder)
             self.stopping = False
             self.save()                                 # a folder that cannot be written to shows before the work is done

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arguments import require_bools, tensors_in, type_name, whole_number
-from ..autograd import Absent, autocast_of_now, enable_grad, is_grad_enabled, observing, told
+from ..autograd import Absent, autocast_of_now, enable_grad, is_grad_enabled, observing, told, versions_of
 from ..dtypes import is_float, limits
 from ..random import replayed, states_at_first_use
 from ..tensor import Tensor
@@ -134,13 +134,14 @@ class Region:
         if self.states and not preserve_rng_state:
             raise RuntimeError(f"checkpoint: {self.name} draws random numbers, with preserve_rng_state=False it would draw others for "
                                f"backward; leave preserve_rng_state=False out")
-        self.read = [(weakref.ref(version), version.writes, shape) for version, shape in self.read.values()]
+        self.read = [(weakref.ref(version), version.written, shape) for version, shape in self.read.values()]
         self.sample, self.ended = self._sampled(output), True
 
-    def let_go(self, node, args):
-        """The node of an operation loses what it saved."""
+    def let_go(self, node, args, out):
+        """The node of an operation loses what it saved. Which memory that was must be known before."""
         place = None
         if node.saved is not None:
+            node.versions = versions_of(node.saved, [*args, out])
             node.saved = LetGo(self)
             place = weakref.ref(node.saved)
         self.steps.append(Step(_described(node, args), node.line, place))
@@ -174,11 +175,11 @@ class Region:
         return nodes
 
     def _check_memory(self):
-        for version, writes, shape in self.read:
-            if version() is not None and version().writes != writes:
+        for version, written, shape in self.read:
+            if version() is not None and version().written != written:
                 raise RuntimeError(f"checkpoint: a tensor of shape {tuple(shape)} that {self.name} read was modified by an inplace "
-                                   f"operation after the forward pass ({version().writes - writes} write(s)): backward, which runs it "
-                                   f"again, would compute with other numbers; write to a .clone() instead, or call backward first")
+                                   f"operation after the forward pass: backward, which runs it again, would compute with other numbers; "
+                                   f"write to a .clone() instead, or call backward first")
 
     def _check_steps(self, steps):
         for number, (before, now) in enumerate(zip(self.steps, steps), start=1):
@@ -214,7 +215,7 @@ class _Watch:
         if id(out.version) not in read:
             self.made[id(out.version)] = out.version
         if out.node is node:
-            self.region.let_go(node, args)
+            self.region.let_go(node, args, out)
 
 
 def _collecting(nodes, steps):
