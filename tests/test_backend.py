@@ -215,5 +215,5 @@ def test_where_the_machine_cannot_nothing_changes():
 
 @pytest.mark.parametrize("mode", [1, 0, None, "yes", np.True_])
 def test_whether_subnormal_numbers_are_zero_is_a_bool(mode):
-    with pytest.raises(RuntimeError, match="set_flush_denormal: expected a bool, got"):
+    with pytest.raises(RuntimeError, match="set_flush_denormal: expected True or False, got"):
         torch.set_flush_denormal(mode)

@@ -1268,7 +1268,7 @@ def test_what_an_operation_of_ones_own_holds_is_not_written(how):
 
 
 class Fresh(Function):
-    """y = 2x, whose gradients nobody holds, but for the weak references in `made`."""
+    """y = 2x, whose gradients nobody holds, but for the weak references in `made`. It counts as one of the library's operations."""
     made = []
 
     def forward(self, x):
@@ -1280,7 +1280,8 @@ class Fresh(Function):
         return g
 
 
-def test_a_gradient_that_nobody_holds_is_kept_and_added_to_in_place():
+def test_a_gradient_that_nobody_holds_is_kept_and_added_to_in_place(monkeypatch):
+    monkeypatch.setattr(Fresh, "lets_go", True)
     Fresh.made.clear()
     x = leaf(3)
     (Fresh.apply(x) + Fresh.apply(x)).sum().backward()
@@ -1292,6 +1293,58 @@ def test_a_gradient_that_nobody_holds_is_kept_and_added_to_in_place():
     seen = []
     (Fresh.apply(h) + Fresh.apply(h)).sum().backward()
     assert seen[0] is Fresh.made[0]() and x.grad.tolist() == [4.0] * 3
+
+
+class KeepsItOnce(Function):
+    """y = 2x, whose gradient is an array that one other holds."""
+
+    def forward(self, x):
+        self.saved = x + 1
+        return x * 2
+
+    def backward(self, dy):
+        return self.saved
+
+
+@pytest.mark.parametrize("how", ["plain", "traced", "collected"])
+def test_a_gradient_that_one_other_holds_is_never_written(how, monkeypatch):
+    """Also where the count of references is disturbed: by a tracer that asks for all variables, by one who asks for all objects."""
+    monkeypatch.setattr(KeepsItOnce, "lets_go", True)
+    x, held = leaf(3), []
+    y = (KeepsItOnce.apply(x) + KeepsItOnce.apply(x)).sum()
+    saved = [node.saved for node in y.node.inputs[0].inputs]
+    before = [host(a).copy() for a in saved]
+    trace, threshold = sys.gettrace(), gc.get_threshold()
+
+    def ask(phase, info):
+        held[:] = gc.get_objects() if phase == "stop" else []
+    try:
+        if how == "traced":
+            sys.settrace(lambda frame, event, arg: frame.f_locals and None)
+        if how == "collected":
+            gc.callbacks.append(ask)
+            gc.set_threshold(1, 1, 1)
+        for _ in range(3):
+            y.backward(retain_graph=True)
+    finally:
+        sys.settrace(trace)
+        gc.set_threshold(*threshold)
+        if ask in gc.callbacks:
+            gc.callbacks.remove(ask)
+    assert x.grad.tolist() == pytest.approx([3 * 2 * (v + 1) for v in x.tolist()])
+    assert all((host(a) == b).all() for a, b in zip(saved, before))
+
+
+def test_a_tracer_does_not_raise_the_count():
+    def look(frame, event, arg):
+        assert frame.f_locals is not None
+        return look
+    before = sys.gettrace()
+    try:
+        sys.settrace(look)
+        assert autograd._references() <= autograd._REFERENCES <= 3
+    finally:
+        sys.settrace(before)
 
 
 class SavesAView(Function):

@@ -1,6 +1,8 @@
 """The streams of random.py against PyTorch's: recorded values (record_random.py), live where PyTorch is installed."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -441,3 +443,18 @@ def test_a_generator_is_a_generator(draw):
     for wrong in (5, "cpu", np.random.default_rng(0), torch.Generator):
         with pytest.raises(TypeError, match="expected a Generator or None"):
             draw(wrong)
+
+
+def test_threads_that_draw_first_at_once_draw_from_one_stream(monkeypatch):
+    made, both = np.random.RandomState, threading.Barrier(2)
+
+    def slow(seed):
+        both.wait(10)
+        return made(seed)
+    monkeypatch.setattr(random.np.random, "RandomState", slow)
+    generator = Generator().manual_seed(3)
+    with ThreadPoolExecutor(2) as pool:
+        drawn = [task.result() for task in [pool.submit(generator.rand, (2,)) for _ in range(2)]]
+    monkeypatch.undo()
+    want = Generator().manual_seed(3).rand((4,)).tolist()
+    assert sorted(np.concatenate(drawn).tolist()) == sorted(want)

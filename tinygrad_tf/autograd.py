@@ -301,9 +301,11 @@ class Function:
     autocast = None
     in_float32 = True
     mixes = False                               # may a single number on the CPU meet tensors of a GPU? As in PyTorch, element by element
+    lets_go = False                             # are its gradients plain arrays of memory of their own, or views? So are the library's
 
     def __init_subclass__(cls):
         Function.registry[cls.__name__] = cls
+        cls.lets_go = cls.__module__.startswith(__package__ + ".")
 
     @classmethod
     def apply(cls, *args):
@@ -517,10 +519,11 @@ def _walk(root, gradient, retain_graph):
         if node.hooks or node.retained:
             dy = _show(node, dy)
         gradients = step(node, dy) if isinstance(dy, np.ndarray) else beside(dy, step, node, dy)
-        for source, g in zip(node.inputs, gradients):
+        for i in range(len(gradients)):
+            g = gradients[i]
             if g is None:
                 continue
-            mine = g.base is None and sys.getrefcount(g) <= _REFERENCES
+            source, mine = node.inputs[i], node.lets_go and g.base is None and sys.getrefcount(g) <= _REFERENCES
             if isinstance(source, Tensor):
                 _reach_leaf(source, g, hooked, mine)
             elif source.id in waiting:
@@ -603,9 +606,12 @@ def _fit(node, shape, wanted, g):
 
 
 def _references():
-    """What Python counts, in a loop such as that of `_walk`, of an array that nobody else holds."""
-    for _, g in zip([None], [np.empty(0)]):
-        return sys.getrefcount(g)
+    """What Python counts of an array that a list, a variable of `_walk` and nobody else holds: 3 with the argument, or less in a
+    Python that lends arguments. No iterator stands between the list and the variable: some keep what they gave, at times.
+    """
+    gradients = [np.empty(0)]
+    g = gradients[0]
+    return min(sys.getrefcount(g), 3)                       # it is more where a tracer has asked for the variables
 
 
 _REFERENCES = _references()                     # more: it is dy, or saved, or somebody else's; or views of it are

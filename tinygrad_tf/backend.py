@@ -352,7 +352,7 @@ def set_flush_denormal(mode):
     nothing; the trainer has it on while it runs. PyTorch's name. On x86 under Linux. RuntimeError where mode is no bool.
     """
     if not isinstance(mode, bool):
-        raise RuntimeError(f"set_flush_denormal: expected a bool, got {type(mode).__name__}")
+        raise RuntimeError(f"set_flush_denormal: expected True or False, got {mode!r}")
     before = _floating_point_environment()
     if before is None:
         return False

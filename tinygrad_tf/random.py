@@ -14,7 +14,6 @@ takes part, the last bits are those of the mathematics library: float32 normals 
 Everything here takes and returns NumPy arrays; the functions on tensors are built on top.
 """
 
-import functools
 import math
 import operator
 import os
@@ -62,16 +61,19 @@ class Generator:
 
     def _start(self, seed):
         self._initial_seed, self._next_normal = _seed_to_uint64(seed), None
-        self.__dict__.pop("_words", None)
+        self.__dict__.pop("stream", None)
         return self
 
-    @functools.cached_property
+    @property
     def _words(self):
         """The stream of words, made when the first is drawn: many a generator is made for a forward pass that draws nothing.
 
         NumPy promises that RandomState's stream never changes (NEP 19), and seeds MT19937 as PyTorch does.
         """
-        return np.random.RandomState(self._initial_seed % 2**32)
+        stream = self.__dict__.get("stream")
+        if stream is None:                       # setdefault: of threads that come at once, all get the same one
+            stream = self.__dict__.setdefault("stream", np.random.RandomState(self._initial_seed % 2**32))
+        return stream
 
     def initial_seed(self):
         """The seed that this stream was started with, as a non-negative int."""

@@ -144,6 +144,7 @@ def _product(a, b, blocked, like=None):
     """a @ b. With `blocked`, where a is 0: an element is what its row may see, whatever stands in the rest of b."""
     if blocked is None:                         # as `like` lies in memory, if BLAS can: heads cut from rows become rows without a copy
         can = isinstance(like, np.ndarray) and like.strides[-1] == like.itemsize and a.shape[:-2] == b.shape[:-2] == like.shape[:-2]
+        can = can and 0 not in like.strides     # where it is expanded, `empty_like` would lay it out in another order
         return np.matmul(a, b, out=np.empty_like(like, a.dtype)) if can else a @ b
     xp = array_module(a)
     finite = xp.isfinite(b)
