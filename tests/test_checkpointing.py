@@ -652,7 +652,7 @@ def test_memory_over_depth():
         peak_bytes(run, 4)                      # what is allocated once
     plain, kept = ([peak_bytes(run, layers) / unit for layers in (4, 12)] for run in (block, lambda x: checkpoint(block, x)))
     assert (plain[1] - plain[0]) / 8 > 10
-    assert 0.9 <= (kept[1] - kept[0]) / 8 < 2.5                 # the input, and the small objects of the graph; kept[0] may hold some that stay
+    assert 0.9 <= (kept[1] - kept[0]) / 8 < 2.5     # the input, and the small objects of the graph; the first may hold some that stay
 
 
 @pytest.mark.host("ctypes, by which the emulator calls kernels there, makes cycles of its own")
