@@ -440,7 +440,8 @@ def test_an_argument_that_was_written_to():
     h = x * 2
     y = checkpoint(lambda h: (h + 1).exp().sum(), h)        # nothing here saves h, but the second run reads it
     h.add_(1)
-    with pytest.raises(RuntimeError, match=r"a tensor of shape \(3,\) that <lambda> read was modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"a tensor of shape \(3,\) that <lambda> read was modified by an inplace operation after the "
+                                           r"forward pass: backward, which runs it again, would compute with other numbers"):
         y.backward()
 
 
@@ -649,10 +650,11 @@ def test_memory_over_depth():
     block = nn.TransformerBlock(32, 2, 128, 0.1, norm_first=True).requires_grad_(False)
     unit = 8 * 64 * 32 * 4
     for run in (block, lambda x: checkpoint(block, x)):
-        peak_bytes(run, 4)                      # what is allocated once
-    plain, kept = ([peak_bytes(run, layers) / unit for layers in (4, 12)] for run in (block, lambda x: checkpoint(block, x)))
+        peak_bytes(run, 1)                      # what is allocated once
+    plain, kept = ([min(peak_bytes(run, layers) for _ in range(3)) / unit for layers in (4, 12)]     # others in this process only add to it
+                   for run in (block, lambda x: checkpoint(block, x)))
     assert (plain[1] - plain[0]) / 8 > 10
-    assert 0.9 <= (kept[1] - kept[0]) / 8 < 2.5     # the input, and the small objects of the graph; the first may hold some that stay
+    assert 1 <= (kept[1] - kept[0]) / 8 < 2.5                   # the input, and the small objects of the graph
 
 
 @pytest.mark.host("ctypes, by which the emulator calls kernels there, makes cycles of its own")
