@@ -201,14 +201,19 @@ def checked_scale(op, query, scale):
 
 def _bias(query, key, attn_mask, is_causal):
     """What is added to the scores: None, the float mask itself, or 0 where a query may attend and −inf where not."""
-    xp, q = array_module(query.array), at_least_float32(query.array[..., :0, :])
     if is_causal:
-        allowed = xp.tri(query.array.shape[-2], key.array.shape[-2], dtype=bool)
+        allowed = array_module(query.array).tri(query.array.shape[-2], key.array.shape[-2], dtype=bool)
     elif attn_mask is None or attn_mask.array.dtype != bool:
         return attn_mask
     else:
         allowed = attn_mask.array
-    return constant(xp.where(allowed, q.dtype.type(0), q.dtype.type(-np.inf)))
+    return constant(bias_of(allowed, query.array))
+
+
+def bias_of(allowed, q):
+    """0 where a query may attend and −inf where not, in the dtype in which the scores of q are computed."""
+    dtype = at_least_float32(q[..., :0]).dtype
+    return array_module(allowed).where(allowed, dtype.type(0), dtype.type(-np.inf))
 
 
 def _heads(x):

@@ -21,7 +21,19 @@ from ..autograd import LOW, autocasted, constant
 from ..backend import array_module, at_least_float32, check_one_device
 from ..kernels.flash import LONGEST
 from ..philox import draw_key
-from .attention import Attention, _bias, _check, _check_alone, _check_value, _score_shape, checked_scale, group, group_mask, shared_heads
+from .attention import (
+    Attention,
+    _bias,
+    _check,
+    _check_alone,
+    _check_value,
+    _score_shape,
+    bias_of,
+    checked_scale,
+    group,
+    group_mask,
+    shared_heads,
+)
 from .dropout import draw_keep
 from .flash_attention import AT_ONCE, Band, Plan, TiledAttention
 from .index import where
@@ -298,18 +310,18 @@ def _dense(query, key, value, sight, dropout_p, scale, shape):
 
 def _one_bias(query, key, sight):
     """What is added to the scores. That of a band alone is the same in all layers, and a small one is kept."""
-    q, (who, *masks), size = query.array, sight, (query.array.shape[-2], key.array.shape[-2])
-    if any(m is not None for m in masks) or not isinstance(q, np.ndarray) or math.prod(size) > KEPT:
+    (band, *masks), size = sight, (query.array.shape[-2], key.array.shape[-2])
+    if any(m is not None for m in masks) or not isinstance(query.array, np.ndarray) or math.prod(size) > KEPT:
         return _bias(query, key, one_mask(query, key, sight), False)
-    bias = _bias_of_band(who, *size, q.dtype)
+    bias = _bias_of_band(band, *size, query.array.dtype)
     return None if bias is None else constant(bias)
 
 
 @lru_cache(maxsize=16)
-def _bias_of_band(who, Tq, Tk, dtype):
+def _bias_of_band(band, Tq, Tk, dtype):
     """0 where a query sees a key and −inf where not, read-only; None where each sees all."""
-    allowed, zero = who.allowed(range(Tq), range(Tk), np), at_least_float32(np.zeros(1, dtype))
-    return None if allowed is None else np.broadcast_to(np.where(allowed, zero, zero - np.inf), (Tq, Tk))
+    allowed = band.allowed(range(Tq), range(Tk), np)
+    return None if allowed is None else np.broadcast_to(bias_of(allowed, np.empty(0, dtype)), (Tq, Tk))
 
 
 def _tiled(query, key, value, sight, dropout_p, scale, shape):
