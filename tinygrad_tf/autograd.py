@@ -301,7 +301,7 @@ class Function:
     autocast = None
     in_float32 = True
     mixes = False                               # may a single number on the CPU meet tensors of a GPU? As in PyTorch, element by element
-    lets_go = False                             # are its gradients plain arrays of memory of their own, or views? So are the library's
+    lets_go = False                             # may its gradients be written to, if nobody else holds them? Plain arrays: the library's
 
     def __init_subclass__(cls):
         Function.registry[cls.__name__] = cls
